@@ -39,7 +39,6 @@ def model(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
 @pytest.fixture(scope="module")
 def llama(tiny: TinyFiles) -> Iterator[LlamaModel]:
     with loaded(tiny.spm) as model:
-        assert isinstance(model, LlamaModel)
         model.__dict__["finds_best"] = True
         yield model
 
@@ -51,7 +50,6 @@ def context(model: Model) -> Iterator[Context]:
 
 
 def is_best_of(forward: Forward, whole: np.ndarray, n_best: int) -> None:
-    assert forward.ids is not None
     assert forward.ids.shape == forward.logits.shape == (len(whole), forward.ids.shape[1])
     assert n_best <= forward.ids.shape[1] < whole.shape[1]
     for ids, logits, row in zip(forward.ids, forward.logits, whole, strict=True):

@@ -130,7 +130,6 @@ def test_a_state_that_lies_elsewhere_than_before_is_found(tapped: LlamaContext) 
         assert agree(tapped.model, forward.logits, wanted.logits)
         tapped.truncate(20)
         tap = tapped._passes.tap
-        assert tap is not None
         assert tap._known
         tap._known.clear()
 

@@ -21,6 +21,7 @@ from localspec.backends.llama.ggml import digest
 from localspec.backends.registry import unavailable_reason
 from localspec.errors import EngineMismatch, EngineUnavailable
 from tests.conftest import TinyFiles
+from tests.support.program import localspec
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the compiler's stand-in is a shell script"),
@@ -48,7 +49,6 @@ class Machine:
         self.busy, self.broken = tools / "busy", tools / "broken"
         (self.folder / "source").mkdir(parents=True)  # as if it had been fetched
         wheel = ik_llama.package_library()
-        assert wheel is not None
         self.environment = {
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
             "LOCALSPEC_HOME": str(home),
@@ -72,16 +72,8 @@ class Machine:
             "import sys\nfrom localspec.backends.llama.ik_llama import load\n"
             "with load(sys.argv[1]) as model:\n    print(model.engine)"
         )
-        return self.run(sys.executable, "-c", code, str(tiny.bpe)).stdout.strip()
-
-    def localspec(self, *arguments: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        return self.run(sys.executable, "-m", "localspec", "engine", *arguments, status=status, **environment)
-
-    def run(self, *command: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        every = os.environ | self.environment | environment
-        done = subprocess.run(command, env=every, capture_output=True, text=True, check=False)
-        assert done.returncode == status, done.stderr
-        return done
+        command = [sys.executable, "-c", code, str(tiny.bpe)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.fixture
@@ -92,13 +84,21 @@ def machine(isolated_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return found
 
 
+def engine_command(*arguments: str, status: int = 0) -> str:
+    """What ``localspec engine`` prints."""
+    done = localspec("engine", *arguments)
+    assert done.returncode == status, done.stderr
+    return (done.stdout + done.stderr).decode()
+
+
 def silent(what: str, fraction: float | None) -> None:
     pass
 
 
 def test_it_takes_the_wheels_place_and_is_undone_with_one_command(machine: Machine, tiny: TinyFiles) -> None:
     wheel = f"ik-llama {ik_llama.binding().version}"
-    (found,), _ = native_build.build([tiny.bpe], silent)
+    (found,), (wrong,) = native_build.build([tiny.bpe, tiny.trap], silent)
+    assert wrong.startswith(f"what was compiled computes {tiny.trap.name} wrongly (batches differ from single tokens")
     assert (found.file, found.top1) == (tiny.bpe.name, 1.0)
     assert found.mean_kl < 1e-6
     assert all(set(times) == set(native_build.TIMED) and min(times.values()) > 0 for times in found.ms)
@@ -106,20 +106,20 @@ def test_it_takes_the_wheels_place_and_is_undone_with_one_command(machine: Machi
     compiled = machine.engine(tiny)
     assert compiled.startswith(f"ik-llama {ik_llama.VERSION}+")
     assert compiled != wheel
-    listing = json.loads(machine.localspec("list", "--json").stdout)
+    assert digest(machine.folder / "lib") in compiled
+    listing = json.loads(engine_command("list", "--json"))
     assert listing["used"] == "compiled"
     assert [each["file"] for each in listing["comparisons"]] == [tiny.bpe.name]
-    assert "is here and in use" in machine.localspec("build").stdout
-    assert "the wheel is used again" in machine.localspec("remove").stdout
+    assert "is here and in use" in engine_command("build")
+    assert "the wheel is used again" in engine_command("remove")
     assert machine.engine(tiny) == wheel
     assert not machine.folder.exists()
-    assert "nothing was compiled" in machine.localspec("remove").stdout
+    assert "nothing was compiled" in engine_command("remove")
 
 
 def test_what_is_not_whole_or_for_another_cpu_is_not_used(machine: Machine) -> None:
     native_build.build([], silent)
     library = ik_llama.compiled_library()
-    assert library is not None
     record = library.with_name(ik_llama.RECORD)
     whole = json.loads(record.read_text())
     for changed in (whole | {"flags": [*whole["flags"], "avx1024"]}, whole | {"digest": "00000000"}, []):
@@ -130,15 +130,13 @@ def test_what_is_not_whole_or_for_another_cpu_is_not_used(machine: Machine) -> N
     with library.with_name(ik_llama.GGML).open("r+b") as file:
         file.truncate(1 << 20)
     assert ik_llama.compiled_library() is None
-    assert "is damaged or for another CPU" in machine.localspec("list").stdout
+    assert "is damaged or for another CPU" in engine_command("list")
 
 
 def test_one_that_does_not_load_any_more_leaves_the_wheel_in_use(machine: Machine, tiny: TinyFiles) -> None:
-    """As where a library of the compiler's was removed."""
     wheel = machine.engine(tiny)
     native_build.build([], silent)
     library = ik_llama.compiled_library()
-    assert library is not None
     library.with_name(ik_llama.GGML).write_text("no library")
     record = library.with_name(ik_llama.RECORD)
     record.write_text(json.dumps(json.loads(record.read_text()) | {"digest": digest(library.parent)}))
@@ -156,15 +154,15 @@ def test_an_interrupted_build_goes_on_and_is_not_used_before(machine: Machine) -
             assert time.monotonic() < until
             time.sleep(0.05)
         for other in (["build", "--force"], ["remove"]):
-            assert "another process is compiling" in machine.localspec(*other, status=1).stderr
+            assert "another process is compiling" in engine_command(*other, status=1)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert said.splitlines()[-1].startswith("interrupted; what is compiled is kept")
     assert ik_llama.compiled_library() is None
-    assert "a build was interrupted" in machine.localspec("list").stdout
+    assert "a build was interrupted" in engine_command("list")
     machine.busy.unlink()
-    assert "going on with the build" in machine.localspec("build", "--force", "--idle").stderr
+    assert "going on with the build" in engine_command("build", "--force", "--idle")
     assert ik_llama.compiled_library() is not None
 
 
@@ -177,9 +175,12 @@ def test_a_compiler_that_fails_is_one_line_and_nothing_is_used(machine: Machine)
     assert ik_llama.compiled_library() is None
 
 
-def test_without_a_compiler_it_says_what_to_install(machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("machine")
+def test_without_a_compiler_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bare").mkdir()
-    said = machine.localspec("build", "--force", status=1, PATH=str(tmp_path / "bare"), CXX="").stderr.splitlines()[-1]
+    monkeypatch.setenv("PATH", str(tmp_path / "bare"))
+    monkeypatch.setenv("CXX", "")
+    said = engine_command("build", "--force", status=1).splitlines()[-1]
     assert "takes a C++ compiler and cmake, which is not here" in said
     assert "apt install" in said
 
@@ -197,20 +198,6 @@ def test_an_engine_that_computes_wrongly_or_does_not_load_is_not_used(
     with pytest.raises(EngineUnavailable, match="does not run"):
         native_build.build([tiny.bpe], silent)
     assert ik_llama.compiled_library() is None
-
-
-def test_a_file_on_which_it_contradicts_itself_is_named_and_does_without_it(machine: Machine, tiny: TinyFiles) -> None:
-    (found,), (wrong,) = native_build.build([tiny.bpe, tiny.trap], silent)
-    assert found.file == tiny.bpe.name
-    assert wrong.startswith(f"what was compiled computes {tiny.trap.name} wrongly (batches differ from single tokens")
-    assert ik_llama.compiled_library() is not None
-    digest_of = digest(machine.folder / "lib")
-    assert digest_of in machine.engine(tiny)
-    code = (
-        "import sys\nfrom localspec import LLM\nwith LLM(sys.argv[1], []) as llm:\n    print(llm.inspect().target.path)"
-    )
-    used = machine.run(sys.executable, "-c", code, str(tiny.trap)).stdout.strip()
-    assert used != str(tiny.trap)  # a repacked copy, of which it is right
 
 
 def test_each_type_of_tensors_is_compared_once(tiny: TinyFiles) -> None:

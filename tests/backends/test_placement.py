@@ -98,6 +98,15 @@ def test_no_device_is_the_cpu(tiny: TinyFiles) -> None:
         ({"override_tensor": "(?i)ffn=CPU"}, "C\\+\\+"),
         ({"override_tensor": "x" * 300 + "=CPU"}, "PATTERN=BUFFER"),
         ({"override_tensor": 7}, "--override-tensor takes texts"),
+        ({"rpc": "127.0.0.1"}, "HOST:PORT"),
+        ({"rpc": "127.0.0.1:0"}, "HOST:PORT"),
+        ({"rpc": "127.0.0.1:99999"}, "HOST:PORT"),
+        ({"rpc": "[::1]:50052"}, "HOST:PORT"),
+        ({"rpc": "127.0.0.1:1;x"}, "HOST:PORT"),
+        ({"rpc": ("127.0.0.1:1", "127.0.0.1:1")}, "each once"),
+        ({"allow_insecure_rpc": True}, "needs --rpc"),
+        ({"rpc": "127.0.0.1:1", "device": "none"}, "cannot be combined with --rpc"),
+        ({"rpc": 5}, "--rpc takes texts"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
@@ -218,7 +227,6 @@ def test_a_model_that_leaves_work_to_the_cpu_is_not_on_a_gpu_alone(
 def test_devices_are_read_from_the_engine() -> None:
     open_backend("llama-cpp")
     devices = ggml_devices()
-    assert devices is not None
     cpus = [device for kind, device in devices if kind == 0]
     assert cpus[0].name == "CPU"
     assert cpus[0].description

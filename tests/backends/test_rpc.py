@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +20,7 @@ import pytest
 
 from benchmarks.network_delay import Delay
 from localspec import LLM, EngineError, EngineUnavailable, Placement, SamplingParams
+from localspec.backends import rpc_build
 from localspec.backends.llama import llama_cpp, rpc
 from localspec.backends.llama.ggml import engine_log
 from localspec.backends.llama.passes import LlamaPasses
@@ -22,7 +30,6 @@ from localspec.engine.worker import Job
 from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import Shape, write_llama
-from tests.support.rpc import built_library, serving
 
 PARAMS = SamplingParams(max_tokens=40)
 TEXT = "hello world hello"
@@ -32,17 +39,57 @@ def options(**more: Any) -> dict[str, Any]:
     return {"backend": "llama-cpp", "n_ctx": 256, "idle": False} | more
 
 
+@pytest.fixture(scope="module")
+def built(shared_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The RPC backend for the llama-cpp-python that is installed, compiled once for all of these tests.
+
+    LOCALSPEC_TEST_LLAMA_SOURCE names llama.cpp's source, else it is fetched.
+    """
+    open_backend("llama-cpp")
+    if not shutil.which("c++"):
+        pytest.skip("there is no C++ compiler")
+    source = os.environ.get("LOCALSPEC_TEST_LLAMA_SOURCE")
+    try:
+        rpc_build.build(Path(source) if source else rpc_build.fetch_source(tmp_path_factory.mktemp("source")))
+    except EngineUnavailable as error:
+        pytest.skip(str(error))
+    return shared_home / "build"
+
+
 @pytest.fixture
-def library(isolated_home: Path, shared_home: Path) -> Path:
-    """The RPC backend, in this test's home too."""
-    path = built_library(shared_home)
+def library(built: Path, isolated_home: Path) -> None:
+    """It is in this test's home too."""
     isolated_home.mkdir(exist_ok=True)
-    (isolated_home / "build").symlink_to(shared_home / "build")
-    return path
+    (isolated_home / "build").symlink_to(built)
+
+
+@contextmanager
+def serving(port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server in a process of its own; yields its address."""
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    command = [sys.executable, "-m", "localspec.backends.rpc_server", "--port", str(port), "--threads", "1"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            lines = list(takewhile(lambda line: "unencrypted and unauthenticated" not in line, process.stderr))
+            assert process.poll() is None, "".join(lines)
+            address = f"127.0.0.1:{port}"
+            for _ in range(100):  # it says so before it listens
+                with suppress(EngineError):
+                    ask(address)
+                    break
+                time.sleep(0.1)
+            yield address, process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
-def addresses(library: Path) -> Iterator[tuple[str, ...]]:
+def addresses(library: None) -> Iterator[tuple[str, ...]]:
     """Two servers."""
     with ExitStack() as stack:
         yield tuple(stack.enter_context(serving())[0] for _ in range(2))
@@ -127,7 +174,7 @@ def test_a_round_is_handed_on_before_a_far_server_has_computed_the_next_pass(
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_ends_an_answer_and_not_the_process(tiny: TinyFiles, library: Path) -> None:
+def test_a_server_that_dies_ends_an_answer_and_not_the_process(tiny: TinyFiles, library: None) -> None:
     with LLM(tiny.bpe, "ngram", **options()) as llm:
         wanted = llm.generate(TEXT, PARAMS).token_ids
     with serving() as (first, _), ExitStack() as stack:
@@ -152,19 +199,7 @@ def test_a_server_that_dies_ends_an_answer_and_not_the_process(tiny: TinyFiles, 
 
 
 @pytest.mark.slow
-def test_idle_work_lives_through_it(tiny: TinyFiles, library: Path) -> None:
-    with ExitStack() as stack:
-        address, process = stack.enter_context(serving())
-        llm = stack.enter_context(LLM(tiny.bpe, "ngram", placement=Placement(rpc=address), **options(idle=True)))
-        llm.generate(TEXT, SamplingParams(max_tokens=4))
-        process.kill()
-        llm.wait_idle(20)
-        with pytest.raises(EngineError):
-            llm.generate(TEXT, PARAMS)
-
-
-@pytest.mark.slow
-def test_a_server_serves_one_client(tiny: TinyFiles, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_serves_one_client(tiny: TinyFiles, library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.backends.llama.rpc._CONNECT_S", 0.5)
     with ExitStack() as stack:
         address, _ = stack.enter_context(serving())

@@ -31,10 +31,13 @@ def test_answers_are_what_the_target_alone_says(world: World, number: int) -> No
     if world.engine != "reference" and len(DRAFTS[number]) > 1:
         pytest.skip("what drafters do together has nothing to do with the engine")
     rng, before = random.Random(f"{world.engine} {number}"), world.n_answers
-    if world.engine != "mlx":  # which is slow on a CPU
+    n_together = N_TOGETHER
+    if world.engine == "mlx":  # which is slow on a CPU
+        n_together -= 2
+    else:
         world.check(case_of(rng, DRAFTS[number], 1, WAYS[number % len(WAYS)], N_ALONE))
-    world.check(case_of(rng, DRAFTS[number], 2 + number % 2, "chain", N_TOGETHER))
-    assert world.n_answers - before >= N_TOGETHER
+    world.check(case_of(rng, DRAFTS[number], 2 + number % 2, "chain", n_together))
+    assert world.n_answers - before >= n_together
 
 
 def test_drafts_of_nearly_every_kind_were_accepted(world: World) -> None:

@@ -85,7 +85,7 @@ def test_two_contexts_of_a_real_engine_work_at_once(
 ) -> None:
     """Each is one thread's at a time, and both are as they were before when the answer is over."""
     monkeypatch.setattr(drafts_module, "ahead_of", lambda target, drafts: DraftAhead(cautious=False, n_steps=8))
-    options = {"n_ctx": 256, "idle": False, "remember": False, "light_draft": False}
+    options = {"n_ctx": 256, "n_threads": 1, "idle": False, "remember": False, "light_draft": False}
     with LLM(tiny.pair.target, tiny.pair.draft, backend=fast_backend.name, **options) as llm:  # type: ignore[arg-type]
         plain = llm.generate("one two", PARAMS, speculate=False)
         for seed in (None, 1, 2):

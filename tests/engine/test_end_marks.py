@@ -45,11 +45,8 @@ def test_text_that_spells_a_mark_ends_an_answer(llm: LLM, mark: str) -> None:
         assert llm.session().chat("x", saying(f"Hello{mark} and so on")).text == "Hello"
         reply = llm.chat(QUESTION, saying("Hello<|my_other|>."))
         assert reply.text == "Hello<|my_other|>."
-
-
-def test_a_text_that_is_continued_has_no_turns(llm: LLM) -> None:
-    with llm:
-        assert llm.generate("x", saying("Hello<|my_end|> more")).text == "Hello<|my_end|> more"
+        said = f"Hello{mark} more"  # a text that is continued has no turns
+        assert llm.generate("x", saying(said)).text == said
 
 
 def test_where_marks_are_tokens_their_names_are_text(tiny: TinyFiles) -> None:

@@ -56,12 +56,13 @@ def choice(
 # -- by made-up numbers ------------------------------------------------------------------------------------------------
 
 
-def test_all_that_the_model_was_trained_for_where_memory_is_plenty() -> None:
+def test_all_that_the_model_was_trained_for_where_memory_is_plenty_and_little_where_nothing_fits() -> None:
     assert choice(30, 16_384) == ContextChoice(16_384, "all that the model was trained for")
     assert choice(30, 100).n_ctx == 100
     assert choice(30, 0).n_ctx == USUAL_CTX  # the file does not say
     assert choice(500).n_ctx == MOST_ON_CPU
     assert "--ctx N takes more" in choice(500).reason
+    assert choice(1) == ContextChoice(512, "more than what fits into the 1 GB of memory that are free", short=True)
 
 
 @pytest.mark.parametrize("free", [4.5, 5.2, 6.5, 8.0])
@@ -81,7 +82,7 @@ def test_the_most_that_fits_and_not_a_step_more(free: float) -> None:
     assert ("half of the memory" if found.n_ctx > USUAL_CTX else f"{free:.3g} GB") in found.reason
 
 
-def test_what_drafts_and_what_is_answered_together_take_their_part() -> None:
+def test_what_drafts_what_is_answered_together_and_the_cache_s_type_take_their_part() -> None:
     models, heads = [Load(DRAFT)], [Load(DRAFT)]
     free = 8.0
     sizes = [
@@ -90,12 +91,9 @@ def test_what_drafts_and_what_is_answered_together_take_their_part() -> None:
     ]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
+    assert choice(6.5, kv_type="q8_0").n_ctx > 1.7 * choice(6.5).n_ctx
     target, draft, head = loads_for(Load(TARGET), models, heads, 4)
     assert (target.contexts, draft.contexts, head.contexts) == (5, 2, 6)  # see test_a_pair_makes_these_contexts
-
-
-def test_a_smaller_cache_allows_more() -> None:
-    assert choice(6.5, kv_type="q8_0").n_ctx > 1.7 * choice(6.5).n_ctx
 
 
 def test_on_a_gpu_its_memory_counts_and_nobody_waits_for_prompts() -> None:
@@ -166,10 +164,6 @@ def test_a_pair_puts_on_a_gpu_what_fits(deep_file: Path, monkeypatch: pytest.Mon
             said = [each for each in llm.warnings if "layers go to the GPU" in each]
             assert bool(said) == (asked is None)
             assert asked is not None or said[0].startswith(f"{n} layers")
-
-
-def test_what_does_not_fit_is_said() -> None:
-    assert choice(1) == ContextChoice(512, "more than what fits into the 1 GB of memory that are free", short=True)
 
 
 # -- real loads --------------------------------------------------------------------------------------------------------
@@ -251,7 +245,6 @@ def test_the_estimate_is_what_a_load_takes(real_model, name: str, engine: str, n
     command = [sys.executable, "-c", MEASURE, str(path), engine, str(n_ctx), str(parallel)]
     measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     sizes = read_sizes(path)
-    assert sizes is not None
     (load,) = loads_for(Load(sizes), [], [], parallel)
     estimate = taken([load], n_ctx, "f16", engine).ram
     print(f"{name} {engine} ×{parallel}: {estimate / 1e6:.0f} MB, {measured / 1e6:.0f} measured")

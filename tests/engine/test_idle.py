@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ from localspec import LLM
 from localspec.engine import worker as worker_module
 from localspec.engine.worker import ASK_AGAIN_S, IdleWork, Job, Stopped, Worker, on_mains
 from localspec.errors import Cancelled, EngineError
-from tests.conftest import TinyFiles, open_backend
+from tests.conftest import TinyFiles
 from tests.support.waiting import Clock
 
 SOON = 30.0
@@ -30,7 +28,6 @@ def worker() -> Iterator[Worker]:
 
 
 def steps(n: int, log: list[str], name: str = "step") -> Callable[[Stopped], bool]:
-    """A task of n steps."""
 
     def task(stopped: Stopped) -> bool:
         if log.count(name) < n:
@@ -97,24 +94,6 @@ def test_tasks_are_asked_again_after_every_job_and_when_told(worker: Worker) -> 
 
     def task(stopped: Stopped) -> bool:
         asked.append(len(asked))
-        return False
-
-    worker.when_idle(task)
-    assert worker.queue.wait_at_rest(SOON)
-    assert len(asked) == 1
-    worker.call(lambda: None)
-    assert worker.queue.wait_at_rest(SOON)
-    assert len(asked) == 2
-    worker.idle_work_waits()
-    assert worker.queue.wait_at_rest(SOON)
-    assert len(asked) == 3
-
-
-def test_new_work_that_comes_during_a_step_is_not_missed(worker: Worker) -> None:
-    asked: list[int] = []
-
-    def task(stopped: Stopped) -> bool:
-        asked.append(len(asked))
         if len(asked) == 1:
             worker.idle_work_waits()
         return False
@@ -122,6 +101,12 @@ def test_new_work_that_comes_during_a_step_is_not_missed(worker: Worker) -> None
     worker.when_idle(task)
     assert worker.queue.wait_at_rest(SOON)
     assert len(asked) == 2
+    worker.call(lambda: None)
+    assert worker.queue.wait_at_rest(SOON)
+    assert len(asked) == 3
+    worker.idle_work_waits()
+    assert worker.queue.wait_at_rest(SOON)
+    assert len(asked) == 4
 
 
 @pytest.mark.parametrize("error", [EngineError("no room"), ValueError("a defect"), Cancelled("by nobody")])
@@ -193,9 +178,6 @@ def test_the_battery_is_asked_about_now_and_then(
         clock.forward(ASK_AGAIN_S)
 
 
-# An LLM.
-
-
 def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
     llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
     holding = Holding()
@@ -208,33 +190,3 @@ def test_a_dropped_llm_with_idle_work_is_collected(tiny: TinyFiles) -> None:
     thread.join(SOON)
     assert not thread.is_alive()
     assert context.closed
-
-
-ENDING = """
-import sys
-from localspec import LLM
-
-llm = LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_ctx=1024)
-started = __import__("threading").Event()
-tokens = llm.tokenize("hello hello") * 100
-
-def task(stopped):
-    with llm.inspect().target.new_context(1024) as context:
-        started.set()
-        while not stopped():
-            context.decode(tokens[:64], "none")
-            context.truncate(0)
-    return True
-
-llm.inspect().worker.when_idle(task)
-started.wait()
-print("done")
-"""
-
-
-@pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp", "reference"])
-def test_a_program_ends_while_idle_work_runs(tiny: TinyFiles, backend: str) -> None:
-    open_backend(backend)
-    command = [sys.executable, "-c", ENDING, str(tiny.quick.target), backend]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

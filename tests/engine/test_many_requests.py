@@ -129,7 +129,6 @@ def check_memories(llm: LLM, prompts: Sequence[list[int]]) -> None:
 
     def check(pair: Pair) -> None:
         batch = pair.state.batch
-        assert batch is not None
         held = [batch[i].tokens for i in range(batch.n_sequences)]
         assert any(held)
         for tokens in held:
@@ -171,7 +170,7 @@ def check_endings(ended: Counter[str], n_requests: int) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> ggufs.Pair:
     """For the reference engine, quick, and with so many tokens that a row that is kept shows."""
     shape = ggufs.Shape(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, n_ff=32, residual=0.4)
-    return ggufs.correlated_pair(tmp_path_factory.mktemp("wide"), bpe_vocab(4096), shape=shape, name="wide")
+    return ggufs.correlated_pair(tmp_path_factory.mktemp("wide"), bpe_vocab(8192), shape=shape, name="wide")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -185,11 +184,11 @@ def test_nothing_is_left_of_some_hundred_requests_and_each_is_what_it_is_alone(
         mixture = Mixture(llm, requests, latest_s=0.2)
         tracemalloc.start()
         try:
-            grown = growth(mixture, 8, 40, allocated_mb)
+            grown = growth(mixture, 8, 20, allocated_mb)
         finally:
             tracemalloc.stop()
-        assert grown < 1.3  # a row kept of each of 120 would be 2.0, what each held 4
-        check_endings(mixture.ended, 320)
+        assert grown < 1.3  # a row kept of each of 60 would be 2.0, and what each held too
+        check_endings(mixture.ended, 160)
         prompts = [llm.encode(asked.question) for asked in requests]
         check_memories(llm, prompts)
         assert llm.warnings == []
@@ -238,35 +237,3 @@ def gap(pair: Pair, prompt: list[int], answer: Sequence[int], params: SamplingPa
         most = max(most, float(keys.max() - keys[token]))
         row = context.decode([token], "last").logits[0]
     return most
-
-
-PROMPTS = (
-    "Name three rivers.",
-    "Write a Python function that returns the sum of a list of numbers.",
-    "What is a hash table? " + "Be brief and clear. " * 20,
-    "Translate to French: good morning.",
-    "List the first ten prime numbers.",
-)
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("backend", ["ik-llama", "llama-cpp"])
-@pytest.mark.parametrize("has_model", [False, True])
-def test_each_token_is_the_targets_own(backend: str, has_model: bool, real_model: Callable[[str], Path]) -> None:
-    open_backend(backend)
-    greedy, model = SamplingParams(max_tokens=40), real_model("qwen2.5-coder-0.5b")
-    draft = ["ngram", str(model)] if has_model else "ngram"
-    with LLM(model, draft, backend=backend, n_ctx=1024, parallel=3, light_draft=False) as llm:
-        prompts = [llm.encode([{"role": "user", "content": text}]) for text in PROMPTS]
-        streams = [llm.rounds(prompt, greedy, draft_length=2 if has_model else None) for prompt in prompts]
-        replies = [stream.reply for stream in streams]
-        if has_model:  # drafted for by itself, by other passes
-            assert min(reply.stats["acceptance_rate"] for reply in replies) > 0.8
-        for prompt, reply in zip(prompts, replies, strict=True):
-            scored = llm.logprobs([*prompt, *reply.token_ids], top=1)[len(prompt) :]
-            assert scored
-            gaps = [token.top[0][1] - (token.logprob or 0.0) for token in scored]
-            assert max(gaps) < MOST_GAP  # of log-probability, and no more than of logits
-        batch = llm.inspect().state.batch
-        assert batch is not None
-        assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(3))

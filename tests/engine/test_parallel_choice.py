@@ -89,11 +89,10 @@ def loaded_with(curve: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pair_is_loaded_for_so_many(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     open_backend("llama-cpp")
     loaded_with("gpu", monkeypatch)
-    with LLM(tiny.pair.target, draft="ngram", backend="llama-cpp", n_ctx=2048, parallel="auto") as llm:
+    with LLM(tiny.pair.target, draft="ngram", backend="llama-cpp", n_ctx=2048, n_threads=1, parallel="auto") as llm:
         n = llm.parallel_info()["parallel"]
         assert n == 4  # two contexts of 2,048 tokens have room for so many
         batch = llm.inspect().state.batch
-        assert batch is not None
         assert batch.n_sequences == n + SPARE
         params = SamplingParams(max_tokens=20, ignore_eos=True)
         streams = [llm.rounds(f"la la {i}", params) for i in range(n + 1)]
@@ -108,8 +107,8 @@ def test_where_the_engine_has_no_memory_for_several_it_is_one(tiny: TinyFiles, m
         raise EngineError("no memory for it")
 
     monkeypatch.setattr(Model, "new_batch", refusing)
-    with LLM(tiny.pair.target, draft="ngram", backend="llama-cpp", n_ctx=2048, parallel="auto") as llm:
+    with LLM(tiny.pair.target, draft="ngram", backend="llama-cpp", n_ctx=2048, n_threads=1, parallel="auto") as llm:
         assert llm.parallel_info() == {"parallel": 1, "running": 0, "reason": "no memory for it"}
         assert llm.generate("la", SamplingParams(max_tokens=3, ignore_eos=True)).token_ids
     with pytest.raises(EngineError, match="no memory for it"):
-        LLM(tiny.pair.target, draft="ngram", backend="llama-cpp", n_ctx=2048, parallel=2)
+        LLM(tiny.pair.target, draft="ngram", backend="llama-cpp", n_ctx=2048, n_threads=1, parallel=2)

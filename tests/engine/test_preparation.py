@@ -30,10 +30,8 @@ SOON = 120.0
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture
-def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle time that does not come."""
-    monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: True)
+def ik(path: Path, draft: Any = None, **options: Any) -> LLM:
+    return LLM(path, draft, backend=open_backend("ik-llama").name, n_ctx=256, n_threads=1, **options)
 
 
 # The list of work.
@@ -48,13 +46,23 @@ def counting(n: int, log: list[str], name: str) -> Any:
     return work
 
 
-def test_work_is_done_in_order_a_step_at_a_time() -> None:
+def test_work_is_done_in_order_a_step_at_a_time_and_frees_what_it_holds_when_it_is_dropped() -> None:
     work, log = Preparation(), list[str]()
+
+    def holding(stopped: Any) -> Steps[None]:
+        try:
+            yield
+        finally:
+            log.append("freed")
+
+    work.add("draft check", holding)
+    assert work(lambda: False)
     work.add("draft copy", counting(2, log, "copy"))
     work.add("target curve", counting(2, log, "curve"))
+    work.drop("draft check")
     while work(lambda: False):
         pass
-    assert log == ["curve", "curve", "copy", "copy"]
+    assert log == ["freed", "curve", "curve", "copy", "copy"]
     assert not work(lambda: False)
 
 
@@ -82,41 +90,19 @@ def test_work_that_fails_leaves_the_rest_and_work_that_was_stopped_begins_again(
     assert log == ["begun", "begun"]
 
 
-def test_forgotten_work_frees_what_it_holds() -> None:
-    work, log = Preparation(), list[str]()
-
-    def holding(stopped: Any) -> Steps[None]:
-        try:
-            while True:
-                yield
-        finally:
-            log.append("freed")
-
-    work.add("draft check", holding)
-    assert work(lambda: False)
-    work.drop("draft check")
-    assert log == ["freed"]
-    assert not work(lambda: False)
-
-
-# A load.
-
-
-@pytest.mark.usefixtures("no_time")
-def test_a_load_measures_little_and_leaves_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
-    open_backend("ik-llama")
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
-        assert llm.inspect().times.quick
-        assert llm.inspect().state.models[0].times.quick
-        assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
-        assert not list(isolated_home.glob("repacked/*"))
-        checked = {json.loads(path.read_text())["key"]["file"] for path in (isolated_home / "trust").iterdir()}
-        assert checked == {fingerprint(tiny.pair.target)}
-
-
-def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> None:
-    open_backend("ik-llama")
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+def test_a_load_measures_little_and_idle_time_finds_out_the_rest(
+    tiny: TinyFiles, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("localspec.engine.worker.on_battery", lambda: True)
+        with ik(tiny.pair.target, tiny.pair.draft) as llm:
+            assert llm.inspect().times.quick
+            assert llm.inspect().state.models[0].times.quick
+            assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
+            assert not list(isolated_home.glob("repacked/*"))
+            checked = {json.loads(path.read_text())["key"]["file"] for path in (isolated_home / "trust").iterdir()}
+            assert checked == {fingerprint(tiny.pair.target)}
+    with ik(tiny.pair.target, tiny.pair.draft) as llm:
         times = llm.inspect().times
         assert llm.wait_idle(SOON)
         assert llm.inspect().times is times  # who holds on to it sees the new curve
@@ -125,15 +111,14 @@ def test_idle_time_finds_out_the_rest(tiny: TinyFiles, isolated_home: Path) -> N
         assert list(isolated_home.glob("repacked/*q4_0-draft.gguf"))
         assert llm.generate("the cat", GREEDY, draft_length=3).stats["num_draft_tokens"] > 0
     assert len(list((isolated_home / "drafts").iterdir())) == 1
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+    with ik(tiny.pair.target, tiny.pair.draft) as llm:
         assert not llm.inspect().times.quick  # at once
 
 
 def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> None:
-    open_backend("ik-llama")
     head = write_random_head(tiny.pair.target, tiny.folder / "idle-head.gguf", taps=("layer:0",))
     drafts = [f"head:{head}", "early-exit:1"]
-    with LLM(tiny.pair.target, drafts, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+    with ik(tiny.pair.target, drafts) as llm:
         assert llm.wait_idle(SOON)
         assert [draft.times.quick for draft in llm.inspect().state.models] == [False, False]
         assert all(len(draft.times.curve.measured) > 8 for draft in llm.inspect().state.models)
@@ -143,8 +128,7 @@ def test_idle_time_measures_heads_too(tiny: TinyFiles, isolated_home: Path) -> N
 
 
 def test_without_idle_time_a_load_finds_out_everything(tiny: TinyFiles, isolated_home: Path) -> None:
-    open_backend("ik-llama")
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="ik-llama", n_ctx=256, n_threads=1, idle=False) as llm:
+    with ik(tiny.pair.target, tiny.pair.draft, idle=False) as llm:
         assert not llm.inspect().times.quick
         assert not llm.inspect().state.models[0].times.quick
         assert len(list((isolated_home / "drafts").iterdir())) == 1
@@ -187,26 +171,20 @@ def test_answers_between_idle_steps_are_the_same(
     assert found == expected
 
 
-# A draft model is checked when there is time.
-
-
 def test_a_draft_that_its_engine_computes_wrongly_drafts_no_more(tiny: TinyFiles) -> None:
-    open_backend("ik-llama")
-    with LLM(
-        tiny.trap, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False, idle=False
-    ) as llm:
+    with ik(tiny.trap, ["ngram", tiny.trap], light_draft=False, idle=False) as llm:
         target = llm.inspect().target.path
         assert "repacked" in str(target)
     # The check of the target has found it out; here it is the draft's that does.
     for path in trust.verdicts().folder.iterdir():
         path.unlink()
-    with LLM(target, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False) as llm:
+    with ik(target, ["ngram", tiny.trap], light_draft=False) as llm:
         assert llm.draft_names == ["ngram", tiny.trap.stem]
         assert llm.wait_idle(SOON)
         assert llm.draft_names == ["ngram"]
         assert any("wrongly" in warning for warning in llm.warnings)
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
-    with LLM(target, ["ngram", tiny.trap], backend="ik-llama", n_ctx=256, n_threads=1, light_draft=False) as llm:
+    with ik(target, ["ngram", tiny.trap], light_draft=False) as llm:
         assert llm.wait_idle(SOON)
         assert llm.draft_names == ["ngram", tiny.trap.stem]  # a copy that comes out right
 
@@ -229,7 +207,7 @@ def stored() -> dict[str, Any]:
 
 @pytest.mark.usefixtures("another")
 def test_another_engine_is_asked_in_idle_time(tiny: TinyFiles) -> None:
-    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+    with ik(tiny.bpe) as llm:
         assert llm.wait_idle(SOON)
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
         assert llm.warnings == []
@@ -237,18 +215,21 @@ def test_another_engine_is_asked_in_idle_time(tiny: TinyFiles) -> None:
     assert "waits" not in stored()
 
 
-@pytest.mark.usefixtures("another", "no_time")
-def test_where_idle_time_never_comes_it_is_asked_at_the_fourth_load(tiny: TinyFiles) -> None:
+@pytest.mark.usefixtures("another")
+def test_where_idle_time_never_comes_it_is_asked_at_the_fourth_load(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: True)
     for times in range(1, trust.MAX_PUT_OFF + 1):
-        LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1).close()
+        ik(tiny.bpe).close()
         assert stored()["waits"] == times
-    LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1).close()
+    ik(tiny.bpe).close()
     assert "waits" not in stored()
 
 
 @pytest.mark.usefixtures("another")
 def test_without_idle_time_it_is_asked_at_the_load(tiny: TinyFiles) -> None:
-    LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1, idle=False).close()
+    ik(tiny.bpe, idle=False).close()
     assert "waits" not in stored()
 
 
@@ -265,7 +246,7 @@ def test_an_engine_that_is_contradicted_answers_no_more(tiny: TinyFiles, monkeyp
         return Forward(np.ascontiguousarray(original(self, tokens, logits).logits[:, ::-1]))
 
     monkeypatch.setattr(kind, "_decode", mirrored)
-    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+    with ik(tiny.bpe) as llm:
         assert llm.wait_idle(SOON)
         with pytest.raises(EngineMismatch, match="differs from reference"):
             llm.generate("the cat", GREEDY)
@@ -284,7 +265,7 @@ def test_what_was_measured_beside_other_programs_is_measured_again_once_they_are
     monkeypatch.setattr(calibration, "others_share", lambda spans: busy[0])
     monkeypatch.setattr(calibration, "SPAN_S", 0.0)
     monkeypatch.setattr(pair_module, "others_share", lambda spans: busy[0])
-    with LLM(tiny.bpe, None, backend="ik-llama", n_ctx=256, n_threads=1) as llm:
+    with ik(tiny.bpe) as llm:
         assert llm.wait_idle(SOON)
         assert llm.inspect().times.noisy
         assert not llm.inspect().times.quick
@@ -307,22 +288,16 @@ def test_both_engines_are_measured_in_idle_time(tiny: TinyFiles) -> None:
     with LLM(tiny.bpe, None, n_ctx=256, n_threads=1, n_gpu_layers=0) as llm:
         assert llm.wait_idle(SOON)
     found = loading_module.compared(tiny.bpe, LoadOptions(n_threads=1))
-    assert found is not None
     assert set(found.ms) == set(loading_module.ENGINES)
-
-
-# The quick curve.
 
 
 def test_a_quick_curve_is_used_until_there_is_a_better_one(tmp_path: Path) -> None:
     cache, key = CalibrationCache(tmp_path), {"file": "x"}
     cache.put(key, PassTimes({1: 1.0, 4: 2.0}, noisy=True, quick=True))
     known = cache.get(key)
-    assert known is not None
     assert (known.quick, known.noisy) == (True, True)
     cache.put(key, PassTimes({1: 3.0, 2: 4.0}))
     better = cache.get(key)
-    assert better is not None
     assert (better.curve.measured, better.quick, better.noisy) == ({1: 3.0, 2: 4.0}, False, False)
     known.observe(1, 9.0)
     known.replace(better)

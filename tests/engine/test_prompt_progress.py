@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def progress_of(stream: RoundStream) -> list[PromptProgress]:
 
 
 @pytest.fixture(params=[1, 2])
-def llm(request: pytest.FixtureRequest, tiny: TinyFiles, isolated_home: Path) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[LLM]:
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=2048, parallel=request.param) as loaded:
         yield loaded
 
@@ -83,9 +82,7 @@ def test_a_prompt_that_is_stopped_is_read_no_further_and_gone_on_with(llm: LLM) 
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_draft_model_tells_how_far_it_reads_and_can_be_stopped(
-    tiny: TinyFiles, isolated_home: Path, parallel: int
-) -> None:
+def test_a_draft_model_tells_how_far_it_reads_and_can_be_stopped(tiny: TinyFiles, parallel: int) -> None:
     pair = tiny.quick
     with LLM(pair.target, pair.draft, draft_length=4, backend="reference", n_ctx=2048, parallel=parallel) as llm:
         said = progress_of(llm.rounds(PROMPT, SHORT))

@@ -34,9 +34,7 @@ def llm(tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
 
 
 def batch_of(llm: LLM) -> SequenceBatch:
-    batch = llm.inspect().state.batch
-    assert batch is not None
-    return batch
+    return llm.inspect().state.batch
 
 
 def check_nothing_is_left(llm: LLM) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,14 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support.memory import shared_memories
 from tests.support.waiting import Brake
 
+pytestmark = pytest.mark.usefixtures("measured_home")
+
 TWENTY = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def opened(tiny: TinyFiles, draft: Any = "ngram", engine: str = "llama-cpp", **options: Any) -> LLM:
+    defaults: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "parallel": 3, "idle": False}
+    return LLM(tiny.pair.target, draft, backend=open_backend(engine).name, **(defaults | options))
 
 
 def cells(pair: Pair) -> list[int]:
@@ -24,10 +31,9 @@ def cells(pair: Pair) -> list[int]:
 
 
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
-def test_idle_conversations_leave_the_memory_on_a_cpu(engine: str, tiny: TinyFiles, measured_home: Path) -> None:
+def test_idle_conversations_leave_the_memory_on_a_cpu(engine: str, tiny: TinyFiles) -> None:
     """In the memories of target and draft model alike; they resume as if they had stayed."""
-    open_backend(engine)
-    with LLM(tiny.pair.target, tiny.pair.draft, backend=engine, n_ctx=512, parallel=3, idle=False) as llm:
+    with opened(tiny, tiny.pair.draft, engine) as llm:
         first = llm.tokenize("la la lo " * 20)
         said = llm.generate(first, TWENTY, draft_length=2).token_ids
         alone = llm.run(cells)
@@ -42,9 +48,8 @@ def test_idle_conversations_leave_the_memory_on_a_cpu(engine: str, tiny: TinyFil
         assert max(token.top[0][1] - (token.logprob or 0.0) for token in scored) < 0.05
 
 
-def test_a_shared_prefix_is_held_once(tiny: TinyFiles, measured_home: Path) -> None:
-    open_backend("llama-cpp")
-    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=3, idle=False) as llm:
+def test_a_shared_prefix_is_held_once(tiny: TinyFiles) -> None:
+    with opened(tiny) as llm:
         system = llm.tokenize("la la lo " * 30)
         llm.generate([*system, 5, 6, 7], TWENTY)
         replies = [llm.rounds([*system, 8 + i], TWENTY) for i in range(2)]
@@ -52,20 +57,15 @@ def test_a_shared_prefix_is_held_once(tiny: TinyFiles, measured_home: Path) -> N
         assert max(llm.run(cells)) < len(system) + 50
 
 
-def test_conversations_stay_where_the_cache_would_not_keep_them(tiny: TinyFiles, measured_home: Path) -> None:
-    open_backend("llama-cpp")
-    options: dict[str, int] = {"n_ctx": 512, "parallel": 3, "prefix_cache_bytes": 0}
-    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", idle=False, **options) as llm:  # type: ignore[arg-type]
+def test_conversations_stay_where_the_cache_would_not_keep_them(tiny: TinyFiles) -> None:
+    with opened(tiny, prefix_cache_bytes=0) as llm:
         first = llm.tokenize("la la lo " * 20)
         llm.generate(first, TWENTY)
         llm.generate("le li lu " * 12, TWENTY)
         assert llm.generate(first, TWENTY).stats["cached_tokens"] >= len(first) - 1
 
 
-def test_requests_one_at_a_time_use_the_same_drafters(
-    tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_backend("llama-cpp")
+def test_requests_one_at_a_time_use_the_same_drafters(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     take = SharedMemory.take
 
@@ -74,16 +74,15 @@ def test_requests_one_at_a_time_use_the_same_drafters(
         return taken[-1]
 
     monkeypatch.setattr(SharedMemory, "take", recorded)
-    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=3, idle=False) as llm:
+    with opened(tiny) as llm:
         for text in ("la la lo ", "le li lu ", "lo la li ", "la la lo "):
             llm.generate(text * 12, TWENTY)
     assert taken == [0] * 4
 
 
-def test_a_shared_prefix_needs_no_further_room(tiny: TinyFiles, measured_home: Path) -> None:
+def test_a_shared_prefix_needs_no_further_room(tiny: TinyFiles) -> None:
     """There are 1,024 cells for four answers that need 433 each, 300 of which are the same."""
-    open_backend("llama-cpp")
-    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", n_ctx=512, parallel=4, idle=False) as llm:
+    with opened(tiny, parallel=4) as llm:
         system, most = llm.tokenize("la la lo " * 100)[:300], SamplingParams(max_tokens=90, ignore_eos=True)
         with Brake(llm, after=20) as brake:
             streams = [llm.rounds([*system, 5], most, speculate=False)]
@@ -96,10 +95,8 @@ def test_a_shared_prefix_needs_no_further_room(tiny: TinyFiles, measured_home: P
         assert re.search(r"on average (3\..|4\.0) at once", replies[-1].explanation)
 
 
-def test_the_prefix_about_to_be_shared_is_not_evicted(tiny: TinyFiles, measured_home: Path) -> None:
-    open_backend("llama-cpp")
-    options: dict[str, int] = {"n_ctx": 512, "parallel": 3, "prefix_cache_bytes": 0}
-    with LLM(tiny.pair.target, "ngram", backend="llama-cpp", idle=False, **options) as llm:  # type: ignore[arg-type]
+def test_the_prefix_about_to_be_shared_is_not_evicted(tiny: TinyFiles) -> None:
+    with opened(tiny, prefix_cache_bytes=0) as llm:
         system, other = llm.tokenize("la la lo " * 200)[:420], llm.tokenize("le li lu " * 200)[:380]
         llm.generate([*system, 5, 6, 7], TWENTY)
         with Brake(llm, after=20) as brake:
@@ -112,11 +109,9 @@ def test_the_prefix_about_to_be_shared_is_not_evicted(tiny: TinyFiles, measured_
 
 
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
-def test_only_what_is_settled_is_shared(engine: str, tiny: TinyFiles, measured_home: Path) -> None:
+def test_only_what_is_settled_is_shared(engine: str, tiny: TinyFiles) -> None:
     """Of an answer under way not its draft tokens, in the memories of target and draft, nor rows of an early exit."""
-    open_backend(engine)
-    drafts = ["early-exit:1", str(tiny.pair.draft)]
-    with LLM(tiny.pair.target, drafts, backend=engine, n_ctx=256, parallel=2, idle=False) as llm:
+    with opened(tiny, ["early-exit:1", str(tiny.pair.draft)], engine, n_ctx=256, parallel=2) as llm:
         prompt = llm.tokenize("la la lo " * 20)
         settled, drafted = prompt[:30], prompt[30:36]
 

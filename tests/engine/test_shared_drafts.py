@@ -27,7 +27,6 @@ from tests.support.waiting import Brake
 
 N_CTX = 192
 N_PARALLEL = 4
-KINDS = ("model", "chained", "parallel", "medusa", "early-exit")
 
 
 class Known(PassTimes):
@@ -43,15 +42,7 @@ def asked(i: int) -> tuple[str, SamplingParams, dict[str, Any]]:
     return f"{i} " + "la la lo " * (1 + i % 5), params, {"draft_length": 1 + i % 4}
 
 
-def draft_of(kind: str, tiny: TinyFiles, folder: Path) -> Any:
-    if kind == "model":
-        return tiny.quick.draft
-    if kind == "early-exit":
-        return "early-exit:1"
-    return f"head:{write_random_head(tiny.quick.target, folder / f'{kind}.gguf', kind)}"  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["model", "chained", "parallel", "medusa", "early-exit"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -59,7 +50,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def open_llm(kind: str, tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
     folder = tmp_path_factory.mktemp("home")
-    draft = draft_of(kind, tiny, folder)
+    draft: Any = {"model": tiny.quick.draft, "early-exit": "early-exit:1"}.get(kind)
+    draft = draft or f"head:{write_random_head(tiny.quick.target, folder / f'{kind}.gguf', kind)}"  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALSPEC_HOME", str(folder))
         yield lambda **options: LLM(
@@ -80,9 +72,7 @@ def llm(open_llm: Callable[..., LLM]) -> Iterator[LLM]:
 
 
 def memory_of(llm: LLM) -> SequenceBatch:
-    batch = llm.inspect().state.models[0].memory.batch
-    assert batch is not None
-    return batch
+    return llm.inspect().state.models[0].memory.batch
 
 
 def target_passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[Piece]]:
@@ -107,19 +97,6 @@ def test_each_drafts_and_says_what_it_does_alone(llm: LLM, alone: list[Reply], m
     assert llm.warnings == []
 
 
-def test_the_law_of_free_draws_with_neighbours(llm: LLM) -> None:
-    """Chi-squared over two tokens of three likely ones each, n = 400; false alarms under 1e-4 (8 degrees: 31.8)."""
-    prompt = llm.tokenize("la la lo la la lo la")
-    free = SamplingParams(max_tokens=2, temperature=1.5, top_k=3, ignore_eos=True)
-
-    expected = llm.run(lambda pair: law_of_two(pair.context, prompt, free))
-    replies = [stream.reply for stream in [llm.rounds(prompt, free, draft_length=2) for _ in range(400)]]
-    drawn = Counter(tuple(reply.token_ids) for reply in replies)
-    assert sum(reply.stats["num_draft_tokens"] for reply in replies) > 100
-    assert set(drawn) <= set(expected)
-    assert sum((drawn[pair] - 400 * p) ** 2 / (400 * p) for pair, p in expected.items()) < 31.8
-
-
 # What only draft models have.
 
 
@@ -128,6 +105,18 @@ def drafted(tiny: TinyFiles, measured_home: Path) -> Iterator[LLM]:
     options: Any = {"backend": "reference", "n_ctx": N_CTX, "parallel": N_PARALLEL, "idle": False, "remember": False}
     with LLM(tiny.quick.target, tiny.quick.draft, **options) as llm:
         yield llm
+
+
+def test_the_law_of_free_draws_with_neighbours(drafted: LLM) -> None:
+    """Chi-squared over two tokens of three likely ones each, n = 400; false alarms under 1e-4 (8 degrees: 31.8)."""
+    prompt = drafted.tokenize("la la lo la la lo la")
+    free = SamplingParams(max_tokens=2, temperature=1.5, top_k=3, ignore_eos=True)
+    expected = drafted.run(lambda pair: law_of_two(pair.context, prompt, free))
+    replies = [stream.reply for stream in [drafted.rounds(prompt, free, draft_length=2) for _ in range(400)]]
+    drawn = Counter(tuple(reply.token_ids) for reply in replies)
+    assert sum(reply.stats["num_draft_tokens"] for reply in replies) > 100
+    assert set(drawn) <= set(expected)
+    assert sum((drawn[pair] - 400 * p) ** 2 / (400 * p) for pair, p in expected.items()) < 31.8
 
 
 def expect(llm: LLM, target: PassTimes, draft: PassTimes) -> None:
@@ -196,7 +185,6 @@ def test_an_early_exit_drafts_nothing_where_the_targets_memory_is_full(tiny: Tin
 
         def drafted(pair: Pair, n_free: int) -> int:
             batch, drafter = pair.state.batch, pair.state.models[0].drafter
-            assert batch is not None
             batch[0].truncate(0)
             batch[0].decode([5, 6], "none")
             batch.cells.take(1, batch.free_cells - n_free)  # somebody else's

@@ -107,18 +107,6 @@ def test_a_released_fork_frees_what_it_does_not_share(llm: LLM) -> None:
     assert llm.run(partial(released, False))
 
 
-def test_recalibration_measures_target_and_drafts_anew(llm: LLM) -> None:
-    def again(pair: Pair) -> bool:
-        state = pair.state
-        before = [state.times, *(draft.times for draft in state.models)]
-        pair.recalibrate(lambda what, fraction: None)
-        after = [state.times, *(draft.times for draft in state.models)]
-        # How many widths are measured depends on how fast they turn out to be.
-        return all(new is not old and 1 in new.curve.measured for new, old in zip(after, before, strict=True))
-
-    assert llm.run(again)
-
-
 def test_a_clone_of_the_ngram_drafter_knows_its_hit_rates_and_no_text(llm: LLM) -> None:
     def clone(pair: Pair) -> bool:
         (drafter,) = pair.state.free

@@ -7,17 +7,13 @@ import multiprocessing
 import os
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.backends import trust
-from localspec.backends.llama.model import LlamaContext
 from localspec.engine import stored_prompts
-from localspec.engine.pair import Pair
 from localspec.engine.stored_prompts import GROWTH, MIN_STORED
 from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support.contexts import some_tokens
@@ -25,7 +21,7 @@ from tests.support.program import localspec
 from tests.support.serving import serve
 from tests.support.waiting import Brake
 
-pytestmark = pytest.mark.usefixtures("isolated_home")
+pytestmark = pytest.mark.usefixtures("measured_home")
 
 GB = 10**9
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -40,7 +36,13 @@ PROMPT = some(900)
 
 
 def opened(path: Path, draft: Any = None, **options: Any) -> LLM:
-    given = {"backend": "reference", "n_ctx": 2048, "prompt_cache_bytes": GB, "remember": False} | options
+    given = {
+        "backend": "reference",
+        "n_ctx": 2048,
+        "n_threads": 1,
+        "prompt_cache_bytes": GB,
+        "remember": False,
+    } | options
     return LLM(path, draft, **given)
 
 
@@ -55,32 +57,31 @@ def store(path: Path, prompt: list[int] = PROMPT, **options: Any) -> None:
         assert cached(llm, prompt)[0] == 0
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_after_a_restart_only_what_is_new_is_read_and_the_answer_is_the_same(
-    tiny: TinyFiles, backend: Backend, params: SamplingParams, parallel: int
+    tiny: TinyFiles, backend: Backend, parallel: int
 ) -> None:
     """In target and draft, on every engine; the next turn of a conversation too."""
     files, options = tiny.quick, {"backend": backend.name, "parallel": parallel, "draft_length": 3}
     with opened(files.target, files.draft, **options) as llm:
-        first = llm.generate(PROMPT, params)
+        first = llm.generate(PROMPT, SAMPLED)
         more = [*PROMPT, *first.token_ids, *some(40, 1)]
         # The same memory without a restart: what the second answer is compared with.
         assert llm.wait_idle(60)
-        then = cached(llm, more, params)
+        then = cached(llm, more, SAMPLED)
     assert then[0] >= len(PROMPT)
     shutil.rmtree(stored_prompts.folder())
     with opened(files.target, files.draft, **options) as llm:
-        assert llm.generate(PROMPT, params).token_ids == first.token_ids
+        assert llm.generate(PROMPT, SAMPLED).token_ids == first.token_ids
     with opened(files.target, files.draft, **options) as llm:
-        assert cached(llm, PROMPT, params) == (len(PROMPT) - 1, first.token_ids)
+        assert cached(llm, PROMPT, SAMPLED) == (len(PROMPT) - 1, first.token_ids)
         assert llm.cache_info()["restored"] == 2  # target and draft
         draft = llm.inspect().state.models[0].context
         assert draft.tokens[: len(PROMPT)] == PROMPT
         with opened(files.target, files.draft, **options, prompt_cache_bytes=0) as other:
-            assert other.generate(PROMPT, params).stats["cached_tokens"] == 0
+            assert other.generate(PROMPT, SAMPLED).stats["cached_tokens"] == 0
     with opened(files.target, files.draft, **options) as llm:
-        assert cached(llm, more, params) == then
+        assert cached(llm, more, SAMPLED) == then
 
 
 def test_it_is_written_while_nothing_is_asked_and_at_the_end_and_by_this_user_alone(tiny: TinyFiles) -> None:
@@ -119,11 +120,22 @@ def test_a_request_does_not_wait_for_the_writing(tiny: TinyFiles, monkeypatch: p
         assert sorted(len(each.tokens) // 100 for each in stored_prompts.stored_prompts()) == [8, 9]
 
 
-@pytest.mark.parametrize("what", ["file", "engine", "kv type", "gpu layers", "machine", "memory", "ropes"])
+@pytest.mark.parametrize(
+    ("what", "changed"),
+    [
+        ("file", {}),
+        ("engine", {}),
+        ("machine", {}),
+        ("memory", {"parallel": 2}),
+        ("ropes", {"n_ctx": 1500}),
+        ("kv type", {"kv_cache_type": "f32"}),
+        ("gpu layers", {"n_gpu_layers": 0}),
+    ],
+)
 def test_it_is_used_by_what_made_it_and_by_nothing_else(
-    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, changed: dict[str, Any]
 ) -> None:
-    path, options, changed = tmp_path / "model.gguf", dict[str, Any](), dict[str, Any]()
+    path, options = tmp_path / "model.gguf", dict[str, Any]()
     if what in ("kv type", "gpu layers"):
         options = {"backend": open_backend("llama-cpp").name}
     shutil.copy(tiny.quick.target, path)
@@ -134,25 +146,10 @@ def test_it_is_used_by_what_made_it_and_by_nothing_else(
         assert cached(llm, PROMPT)[0] == len(PROMPT) - 1  # it can be used
     if what == "file":
         shutil.copy(tiny.quick.draft, path)
-    elif what == "kv type":
-        changed = {"kv_cache_type": "f32"}
     elif what == "engine":
-        load = trust.engine_module("reference").load
-
-        def newer(*args: Any, **given: Any) -> Any:
-            model = load(*args, **given)
-            model.engine += " newer"
-            return model
-
-        monkeypatch.setattr("localspec.backends.reference.load", newer)
-    elif what == "gpu layers":
-        changed = {"n_gpu_layers": 0}
+        monkeypatch.setattr("numpy.__version__", "a newer one")
     elif what == "machine":
         monkeypatch.setattr("localspec.engine.stored_prompts.cpu_name", lambda: "another")
-    elif what == "memory":
-        changed = {"parallel": 2}
-    else:
-        changed = {"n_ctx": 1500}
     with opened(path, **options, **changed) as llm:
         found = cached(llm, PROMPT)
         assert found[0] == 0
@@ -206,8 +203,7 @@ def test_the_least_recently_used_goes_first_and_the_bound_holds(tiny: TinyFiles)
     assert len(stored_prompts.stored_prompts()) == 2
 
 
-def test_a_disk_that_takes_nothing_costs_one_line(tiny: TinyFiles, isolated_home: Path) -> None:
-    isolated_home.mkdir(exist_ok=True)
+def test_a_disk_that_takes_nothing_costs_one_line(tiny: TinyFiles) -> None:
     stored_prompts.folder().write_text("in the way")
     with opened(tiny.quick.target) as llm:
         assert llm.generate(PROMPT, GREEDY).token_ids
@@ -240,33 +236,6 @@ def test_two_processes_may_use_it_at_once(tiny: TinyFiles) -> None:
     assert not [path for path in stored_prompts.folder().iterdir() if path.suffix != ".prompt"]
 
 
-def test_an_engine_whose_states_do_not_hold_is_not_restored(
-    tiny: TinyFiles, fast_backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check is made once, by real passes; an engine that goes on otherwise is found by it."""
-    if fast_backend.name == "mlx":
-        pytest.skip("its contexts are another class")
-    with fast_backend.load(tiny.quick.target) as model:
-        assert trust.check_restored(model).mean_kl < 1e-6
-        assert trust.check_restored(model, "several").mean_kl < 1e-3
-        assert trust.why_not_restored(model) is None
-        import_state = LlamaContext.import_state
-
-        def wrong(self: Any, state: Any) -> None:
-            import_state(self, state)
-            self.truncate(self.n_past - 3)
-            self.decode([5, 6, 7], "none")
-            self.tokens = list(state.tokens)
-
-        monkeypatch.setattr("localspec.backends.llama.model.LlamaContext.import_state", wrong)
-        assert trust.check_restored(model).mean_kl > trust.MAX_KL
-        assert trust.why_not_restored(model) is None  # as was found before
-        shutil.rmtree(trust.verdicts().folder)
-        why = trust.why_not_restored(model)
-        assert why is not None
-        assert "\n" not in why
-
-
 def test_a_server_restarted_and_the_command(tiny: TinyFiles) -> None:
     body = {"prompt": PROMPT, "max_tokens": 3, "return_progress": True, "stream": True}
     for times in range(2):
@@ -293,22 +262,4 @@ def test_the_option(tiny: TinyFiles) -> None:
     wrong = localspec("chat", *options, "--prompt-cache", "plenty")
     assert (wrong.returncode, wrong.stderr.count(b"\n")) == (2, 1)
     with LLM(tiny.quick.target, None, backend="reference") as llm:  # programs say that they want it
-        assert isinstance(pair := llm.inspect(), Pair)
-        assert pair.options.prompt_cache_bytes == 0
-
-
-@pytest.mark.real
-def test_an_agents_second_start(real_model: Callable[[str], Path]) -> None:
-    """4,000 tokens, to the first token: under a tenth of the first time, in one run."""
-    target = real_model("smollm2-135m")
-    seconds, answers = [], []
-    text = Path(__file__).read_text() * 3
-    for _ in range(2):
-        with LLM(target, "ngram", backend="llama-cpp", n_ctx=8192, prompt_cache_bytes=2 * GB, parallel="auto") as llm:
-            tokens = llm.tokenize(text)[:4000]
-            assert len(tokens) == 4000
-            reply = llm.generate(tokens, max_tokens=16)
-            seconds.append(reply.stats["time_to_first_token_s"])
-            answers.append(reply.token_ids)
-    assert answers[0] == answers[1]
-    assert seconds[1] < seconds[0] / 10, seconds
+        assert llm.inspect().options.prompt_cache_bytes == 0

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from localspec.backends.llama.model import LlamaModel
 from localspec.errors import UnsupportedModel
-from localspec.model_files.gguf import GGUFFile, StringArray
+from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
-from localspec.spec_decode.drafters.carried_text import partners
 from tests.conftest import TinyFiles, open_backend
 from tests.support.gguf_vocabs import (
     BYTE,
@@ -47,7 +44,6 @@ def make(tmp_path: Path) -> Callable[[TinyVocab], Vocab]:
 def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
     """Every token's text and the end tokens, as an engine sees them."""
     with open_backend(name).load(path, n_threads=1) as model:
-        assert isinstance(model, LlamaModel)
         lib, handle = model.binding.lib, model.binding.tokenizer(model._handle)
         to_piece = lib.llama_token_to_piece
         is_eog = lib.llama_token_is_eog if name == "ik-llama" else lib.llama_vocab_is_eog
@@ -215,26 +211,3 @@ def test_where_only_special_tokens_differ(make: Callable[[TinyVocab], Vocab], ot
         assert one.difference(two) is not None
         assert (one.difference(two, special=False) is None) == agrees
     assert make(BASE).difference(make(BASE), special=False) is None
-
-
-@pytest.mark.real
-def test_a_distillation_beside_its_base_model(real_model: Callable[[str], Path]) -> None:
-    """DeepSeek-R1's distillations number their special tokens where Qwen2.5 has others."""
-    path = real_model("qwen2.5-coder-0.5b")
-    base = read(path)
-    with GGUFFile(path) as gguf:
-        tokens = list(gguf.metadata["tokenizer.ggml.tokens"])
-        tokens[151643:151650] = [
-            "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<|EOT|>", "<think>",
-            "</think>",
-        ]  # fmt: skip
-        raw = [len(each := token.encode()).to_bytes(8, "little") + each for token in tokens]
-        offsets = np.cumsum([0, *map(len, raw)])
-        gguf.metadata["tokenizer.ggml.tokens"] = StringArray(memoryview(b"".join(raw)), offsets)
-        gguf.metadata |= {"tokenizer.ggml.eos_token_id": 151643, "tokenizer.ggml.bos_token_id": 151646}
-        distilled = Vocab.from_gguf(gguf)
-    assert (distilled.difference(base) or "").startswith("token 151643 is '<｜end▁of▁sentence｜>' in the target and ")
-    assert distilled.difference(base, special=False) is None
-    carried = partners(distilled, base)
-    assert (carried[151643], carried[151646]) == (base.eos, base.bos)
-    assert 151644 not in carried

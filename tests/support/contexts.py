@@ -19,7 +19,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from localspec.backends.base import Context, ContextState, FloatArray, Forward, Model, Piece, layer_name
+from localspec.backends.base import NORM, Context, ContextState, FloatArray, Forward, Model, Piece, layer_name
 from localspec.backends.llama.model import LlamaModel
 from localspec.errors import ContextFull, EngineError, UsageError
 from tests.support.ggufs import Shape, llama_weights, write_llama
@@ -61,6 +61,11 @@ def check_next(model: Model, context: Context, more: list[int], noise: float = N
     """Feed a context, and compare with one of its own."""
     text = [*context.tokens, *more]
     assert agree(model, rows(context, more), fresh_rows(model, text)[-len(more) :], noise)
+
+
+def every_state(model: Model) -> list[str]:
+    """The names of all hidden states."""
+    return [*map(layer_name, range(model.n_layers)), NORM]
 
 
 def path_to(parents: Sequence[int], at: int) -> list[int]:

@@ -14,9 +14,13 @@ from localspec.__main__ import run
 PROGRAM = [sys.executable, "-m", "localspec"]
 
 
-def localspec(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def localspec(
+    *arguments: str | Path, stdin: bytes = b"", encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[bytes]:
     """Run a command with its own standard streams: what it printed, and its exit status."""
-    given, out, errors = (io.TextIOWrapper(io.BytesIO(data), "utf-8", write_through=True) for data in (stdin, b"", b""))
+    given, out, errors = (
+        io.TextIOWrapper(io.BytesIO(data), encoding, write_through=True) for data in (stdin, b"", b"")
+    )
     with patch.object(sys, "stdin", given), redirect_stdout(out), redirect_stderr(errors):
         status = run([*map(str, arguments)])
     printed = [stream.detach().getvalue() for stream in (out, errors)]  # type: ignore[attr-defined]

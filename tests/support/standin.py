@@ -22,7 +22,6 @@ class Server:
         files: URL path -> content.
         digests: URL path -> digest to announce instead of the true one; "" announces none.
         hold_after: bytes of a content after which sending stops until ``go_on`` is set; 0 never.
-        hold: the only path that is held; "" holds every one.
         drop_after: bytes after which the connection breaks, once per request; 0 never.
         status: answer everything with this status; 0 serves.
         short: bytes by which what is sent falls short of what a HEAD request was told.
@@ -38,7 +37,6 @@ class Server:
         self.files: dict[str, bytes] = {}
         self.digests: dict[str, str] = {}
         self.hold_after = 0
-        self.hold = ""
         self.go_on = threading.Event()
         self.drop_after = 0
         self.status = 0
@@ -108,13 +106,13 @@ class Server:
             request.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         request.end_headers()
         if body:
-            self._send(request, content[first:], held=self.hold in ("", path))
+            self._send(request, content[first:])
 
-    def _send(self, request: BaseHTTPRequestHandler, content: bytes, *, held: bool) -> None:
+    def _send(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
         sent = 0
         try:
             for at in range(0, len(content), 1 << 16):
-                if held and self.hold_after and sent >= self.hold_after:
+                if self.hold_after and sent >= self.hold_after:
                     request.wfile.flush()
                     self.go_on.wait(PATIENCE)
                 if self.drop_after and sent >= self.drop_after:

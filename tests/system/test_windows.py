@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import io
-import json
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from localspec.server.app import ending_signals
 from localspec.system.files import write_atomically
 from localspec.system.terminal import moves_cursor
 from tests.conftest import TinyFiles
+from tests.support.program import localspec
 
 ON_LINUX = pytest.mark.skipif(sys.platform == "win32", reason="acts out what is real there")
 
@@ -106,20 +106,21 @@ COMMANDS = (
     "generate MODEL --draft ngram --raw -p é✓→ --max-tokens 8 --format events --backend reference",
     "chat MODEL --draft ngram --max-tokens 20 --backend reference",
 )  # fmt: skip
-RUN = "import json, sys; from localspec.__main__ import run; [print(run(each)) for each in json.loads(sys.argv[1])]"
 
 
-def test_every_command_writes_to_a_console_of_cp1252(tiny: TinyFiles) -> None:
+@pytest.mark.usefixtures("measured_home")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_writes_to_a_console_of_cp1252(
+    command: str, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Model text, marks and tables hold characters that it lacks; a byte-level vocabulary says any of them."""
-    commands = [[str(tiny.quick.target) if w == "MODEL" else w for w in command.split()] for command in COMMANDS]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(commands)],
-        env=os.environ | {"PYTHONIOENCODING": "cp1252", "LOCALSPEC_OFFLINE": "1"},
-        input="Grüße ✓\n/stats\n/why\n/view rounds\nagain\n".encode(), capture_output=True, check=False,
-    )  # fmt: skip
-    out, errors = done.stdout.decode("cp1252", "replace"), done.stderr.decode("cp1252")
-    assert (done.returncode, "Traceback" in errors, "codec" in errors) == (0, False, False), errors
-    assert out.splitlines().count("0") == len(COMMANDS), out
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    arguments = [str(tiny.quick.target) if word == "MODEL" else word for word in command.split()]
+    said = "Grüße ✓\n/stats\n/why\n/view rounds\nagain\n".encode()
+    done = localspec(*arguments, stdin=said, encoding="cp1252")
+    assert done.returncode == 0, done.stderr
+    assert b"codec" not in done.stderr
+    assert done.stdout
 
 
 @ON_LINUX

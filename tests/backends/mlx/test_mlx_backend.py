@@ -1,5 +1,5 @@
-"""What MLX does beyond the contract of every backend: what passes cost, one thread that computes, pairs of two
-engines."""
+"""What MLX does beyond the contract of every backend: what passes cost, several sequences in one, the thread that
+computes, pairs of two engines."""
 
 from __future__ import annotations
 
@@ -14,19 +14,27 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams, backends
-from localspec.backends.base import Context
+from localspec.backends.base import Context, Piece
+from localspec.controllers.batching import SharedPasses
 from localspec.errors import Cancelled, Closed, EngineError, EngineUnavailable, UsageError
+from tests.backends.mlx.test_mlx_network import FILES
 from tests.backends.test_backends_memory import divergence
 from tests.conftest import TinyFiles, open_backend
-from tests.support.contexts import check_next, some_tokens
+from tests.engine.test_parallel_choice import loaded_with
+from tests.support.contexts import check_next, every_state, some_tokens, try_any_order
+from tests.support.memory import passes_of
 from tests.support.mlx_ggufs import TinyFile
 from tests.support.replaying import margins, rows_at_width
+from tests.support.waiting import Brake
 
 mx = pytest.importorskip("mlx.core")
 
+import mlx.nn as nn  # noqa: E402
+
 from localspec.backends import mlx  # noqa: E402
+from localspec.backends.mlx.architecture import ARCHITECTURES  # noqa: E402
 from localspec.backends.mlx.library import MLXLibrary, OwnerThread  # noqa: E402
-from localspec.backends.mlx.model import MLXModel  # noqa: E402
+from localspec.backends.mlx.model import MLXModel, MLXSequences  # noqa: E402
 from localspec.backends.mlx.network import Network  # noqa: E402
 
 
@@ -66,9 +74,6 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         mx, "eval", lambda *arrays: (names.append(threading.current_thread().name), evaluate(*arrays))[1]
     )
     return names
-
-
-# Memories.
 
 
 def test_a_window_shows_attention_no_more_than_it_sees(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +149,20 @@ def test_a_recurrent_memory_replays_no_more_than_the_last_guesses(tiny: TinyFile
         assert fed == [1] * 10
 
 
-# What a pass fetches and waits for.
-
-
 @pytest.mark.parametrize("hidden", [(), ("layer:0", "layer:1", "norm")])
-@pytest.mark.parametrize("logits", ["all", "last", "none"])
-def test_a_pass_is_evaluated_and_waited_for_once(
-    model: MLXModel, evaluations: list[str], logits: Any, hidden: tuple[str, ...]
+@pytest.mark.parametrize(("logits", "n_rows"), [("all", [3]), ("last", [1]), ("none", [])])
+def test_a_pass_is_evaluated_once_and_only_the_rows_asked_for_reach_the_vocabulary(
+    model: MLXModel,
+    evaluations: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    logits: Any,
+    n_rows: list[int],
+    hidden: tuple[str, ...],
 ) -> None:
+    """A row of a 152k vocabulary costs as much as a tenth of a small model."""
+    multiplied: list[int] = []
+    of = Network.logits
+    monkeypatch.setattr(Network, "logits", lambda self, x: (multiplied.append(x.shape[1]), of(self, x))[1])
     with model.new_context(64, hidden=hidden) as context:
         context.decode(some_tokens(20), "none")
         evaluations.clear()
@@ -160,26 +171,88 @@ def test_a_pass_is_evaluated_and_waited_for_once(
         for states in forward.hidden.values():
             states.sum()
         context.truncate(21)
-        assert len(evaluations) == 1
+        assert (len(evaluations), multiplied) == (1, n_rows)
         context.decode([8, 9, 10])
         assert np.array_equal(forward.logits, kept)
 
 
-def test_only_the_rows_asked_for_reach_the_vocabulary(model: MLXModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of a 152k vocabulary costs as much as a tenth of a small model."""
-    n_rows: list[int] = []
-    logits = Network.logits
-    monkeypatch.setattr(
-        Network, "logits", lambda self, hidden: (n_rows.append(hidden.shape[1]), logits(self, hidden))[1]
-    )
-    with model.new_context(64) as context:
-        context.decode(some_tokens(10), "none")
-        context.decode(some_tokens(10), "last")
-        context.decode(some_tokens(3), "all")
-    assert n_rows == [1, 3]
+@pytest.mark.parametrize("hidden", [(), ("layer:0", "norm")])
+def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
+    model: MLXModel, monkeypatch: pytest.MonkeyPatch, hidden: tuple[str, ...]
+) -> None:
+    called: dict[str, list[int]] = {}
+
+    def count(kind: Any) -> None:
+        call = kind.__call__
+
+        def counted(self: Any, x: Any, *args: Any, **options: Any) -> Any:
+            called.setdefault(f"{kind.__name__} {id(self)}", []).append(x.shape[1])
+            return call(self, x, *args, **options)
+
+        monkeypatch.setattr(kind, "__call__", counted)
+
+    evaluations: list[int] = []
+    evaluate = mx.eval
+    with model.new_batch(3, 96, hidden=hidden) as batch:
+        batch.decode([Piece(0, some_tokens(9), "none"), Piece(2, some_tokens(4), "none")])
+        trunk = model.network.module.model
+        for kind in (type(trunk), nn.Linear, nn.QuantizedLinear):
+            count(kind)
+        monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluations.append(1), evaluate(*arrays))[1])
+        found = batch.decode([Piece(0, [5, 6, 7]), Piece(1, some_tokens(4), "none"), Piece(2, [8, 9], "last")])
+    assert [len(forward) for forward in found] == [3, 0, 1]
+    assert evaluations == [1]
+    assert called.pop(f"{type(trunk).__name__} {id(trunk)}") == [9]
+    head = model.network.module.lm_head
+    assert called.pop(f"{type(head).__name__} {id(head)}") == [4]  # the rows that are asked for
+    assert len(called) == 7 * model.n_layers
+    assert set(map(tuple, called.values())) == {(9,)}
 
 
-# Interruptions and failures.
+@pytest.mark.parametrize(
+    ("name", "kv_type"),
+    [(name, "f16") for name in (*ARCHITECTURES, "llama, types of 256", "llama, biases")] + [("gemma3", "q8_0")],
+)
+def test_anything_in_any_order_with_every_architecture(name: str, kv_type: str, tmp_path: Path) -> None:
+    with mlx.load(FILES[name].write(tmp_path / "model.gguf"), kv_type=kv_type) as model:
+        assert model.capabilities.batches == (not model.network.recurrent)
+        noise = 0.2 if kv_type == "q8_0" else 0.01
+        try_any_order(model, model, hidden=every_state(model), noise=noise, n_examples=2, n_steps=30)
+
+
+def broken_layer(monkeypatch: pytest.MonkeyPatch, model: MLXModel, error: BaseException) -> None:
+    """The second layer's attention fails over the second sequence: some memories have their rows, of some layers."""
+    attention = model.network.module.layers[1]["self_attn"]
+    call, n = type(attention).__call__, 0
+
+    def broken(self: Any, *args: Any) -> Any:
+        nonlocal n
+        n += self is attention
+        if n == 2:
+            raise error
+        return call(self, *args)
+
+    monkeypatch.setattr(type(attention), "__call__", broken)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory, say"), KeyboardInterrupt()])
+def test_a_failure_leaves_all_memories_as_before(
+    model: MLXModel, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    batch = model.new_batch(4, 512)
+    batch.decode([Piece(i, some_tokens(12 + 9 * i, seed=i), "none") for i in range(3)])  # the last is empty
+    held, n_free = [list(batch[i].tokens) for i in range(4)], batch.free_cells
+    modules = [(layer["self_attn"], dict(layer["self_attn"])) for layer in model.network.module.layers]
+    with monkeypatch.context() as patch:
+        broken_layer(patch, model, error)
+        with pytest.raises((EngineError, KeyboardInterrupt), match=r"sequences: out of memory, say|^$"):
+            batch.decode([Piece(i, some_tokens(30, seed=60 + i), "last") for i in range(4)])
+    assert [batch[i].tokens for i in range(4)] == held
+    assert batch.free_cells == n_free
+    assert [(layer["self_attn"], dict(layer["self_attn"])) for layer in model.network.module.layers] == modules
+    for i in (3, 1, 0, 2):
+        check_next(model, batch[i], some_tokens(3, seed=70 + i))
+    batch.close()
 
 
 def test_a_long_prompt_can_be_stopped(model: MLXModel, context: Context) -> None:
@@ -193,30 +266,6 @@ def test_a_long_prompt_can_be_stopped(model: MLXModel, context: Context) -> None
     assert context.n_past == 8
     context.interrupted = None
     check_next(model, context, some_tokens(20, seed=1))
-
-
-def test_a_failed_pass_leaves_the_context_whole(
-    model: MLXModel, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of the layers have their rows when it breaks."""
-    context.decode(some_tokens(30), "none")
-    layer = model.network.module.layers[1]
-    call = type(layer).__call__
-
-    def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is layer:
-            raise RuntimeError("out of memory, say")
-        return call(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(layer), "__call__", broken)
-        with pytest.raises(EngineError, match=r"failed to decode 3 tokens: out of memory, say"):
-            context.decode([5, 6, 7])
-    assert context.tokens == some_tokens(30)
-    check_next(model, context, some_tokens(10, seed=1))
-
-
-# The owner thread.
 
 
 def test_all_computing_is_done_by_one_thread(tiny: TinyFiles, evaluations: list[str]) -> None:
@@ -247,9 +296,6 @@ def test_the_owner_hands_back_results_and_errors_until_it_has_ended() -> None:
     owner.end()
     with pytest.raises(Closed, match="the program is ending"):
         owner.run(lambda: 7)
-
-
-# Choosing it.
 
 
 def test_where_it_is_not_it_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,18 +336,40 @@ def test_auto_takes_it_on_a_mac_for_its_gpu_only(monkeypatch: pytest.MonkeyPatch
         assert backends.candidates(99) == ["mlx"]
 
 
-# Pairs of two engines.
-
-
 @pytest.mark.parametrize(("target", "draft"), [("mlx", "llama-cpp"), ("mlx", "reference"), ("llama-cpp", "mlx")])
 def test_target_and_draft_on_different_engines(tiny: TinyFiles, target: str, draft: str) -> None:
     """Half of the drafts are accepted and half are not; the text is the target's own, replayed token by token."""
     open_backend(target)
     open_backend(draft)
     pair, prompt = tiny.pair, "the rain in the and of"
-    with LLM(pair.target, draft=pair.draft, backend=target, draft_backend=draft, n_ctx=512) as llm:
+    with LLM(pair.target, draft=pair.draft, backend=target, draft_backend=draft, n_ctx=512, n_threads=1) as llm:
         assert (llm.backend_name, llm.inspect().state.models[0].model.backend) == (target, draft)
         reply = llm.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True), draft_length=3)
         rows = rows_at_width(1, llm, llm.tokenize(prompt, add_special=True), reply.token_ids)
     assert 10 < reply.stats.num_accepted_tokens < reply.stats.num_draft_tokens - 10
     assert margins(rows, reply.token_ids).max() < 0.05, "an emitted token is not the target's"
+
+
+def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is taken to pass over the cells of its own answer, not over those of all."""
+    loaded_with("gpu", monkeypatch)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    n_held, n_cells = list[int](), list[int]()
+    observe = SharedPasses.observe
+
+    def observed(self: Any, width: int, ms: float, cells: int) -> None:
+        n_cells.append(cells)
+        n_held.append(batch.n_cells - batch.free_cells)
+        observe(self, width, ms, cells)
+
+    with LLM(tiny.quick.target, None, backend="mlx", n_ctx=384, parallel=3, idle=False, remember=False) as llm:
+        batch = llm.inspect().state.batch
+        assert isinstance(batch, MLXSequences)
+        fed = passes_of(batch, monkeypatch)
+        monkeypatch.setattr(SharedPasses, "observe", observed)
+        prompts = [llm.tokenize("la la lo " * n) for n in (12, 16, 20)]
+        with Brake(llm, after=0):  # they begin together
+            streams = [llm.rounds(prompt, params) for prompt in prompts]
+        assert all(stream.reply.token_ids for stream in streams)
+    assert max(map(len, fed)) == 3
+    assert 0 < max(n_cells) <= max(map(len, prompts)) + 24 + 2 < max(n_held)
