@@ -9,24 +9,25 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 BAD_USAGE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit; never returns."""
-    status = BROKEN_PIPE
-    try:
-        status = run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-    except OSError as error:
-        if not (isinstance(error, BrokenPipeError) or is_windows_broken_pipe(error)):
-            raise
-        # Python would complain while flushing at exit; there is nobody left to read it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    open_closed_streams()
+    status = run(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            if status == 0:
+                status = _report(error)
+            # Python would fail again while flushing at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if status == INTERRUPTED:
         # The engine may be deep in native code on its own thread; unwinding it at interpreter exit can abort.
-        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 
@@ -36,35 +37,29 @@ def run(argv: Sequence[str]) -> int:
 
     Returns:
         The exit status. Errors have been reported in one line on standard error.
-
-    Raises:
-        BrokenPipeError: whoever read our output has stopped.
     """
     try:
         prepare_streams()
         from localspec.commands.cli import parse
 
         command = parse(argv)
+        return _fail(command, BAD_USAGE) if isinstance(command, str) else command()
     except KeyboardInterrupt:
         return _interrupted()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else BAD_USAGE
-    if isinstance(command, str):
-        return _fail(command, BAD_USAGE)
-    try:
-        return command()
-    except KeyboardInterrupt:
-        return _interrupted()
-    except BrokenPipeError:
-        raise
     except Exception as error:
-        if is_windows_broken_pipe(error):
-            raise BrokenPipeError from None
-        if os.environ.get("LOCALSPEC_DEBUG"):
-            raise
-        from localspec.errors import line_of, status_of
+        return _report(error)
 
-        return _fail(line_of(error), status_of(error))
+
+def open_closed_streams() -> None:
+    """Open the null device in place of closed standard streams.
+
+    A file opened later would get a closed stream's number, and with it what native code prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def prepare_streams() -> None:
@@ -91,18 +86,30 @@ def is_windows_broken_pipe(error: Exception) -> bool:
     )
 
 
+def _report(error: Exception) -> int:
+    if isinstance(error, BrokenPipeError) or is_windows_broken_pipe(error):
+        return BROKEN_PIPE
+    if os.environ.get("LOCALSPEC_DEBUG"):
+        raise error
+    from localspec.errors import line_of, status_of
+
+    return _fail(line_of(error), status_of(error))
+
+
 def _fail(message: str, status: int) -> int:
     from localspec.system.terminal import terminal_size, visible, wrapped
 
     line = "localspec: " + " ".join(visible(message).split())
     rows = wrapped(line, terminal_size()[0]) if sys.stderr.isatty() else [line]  # for scripts it is one line
-    print(*rows, sep="\n", file=sys.stderr)
+    with suppress(OSError):  # the exit status says it
+        print(*rows, sep="\n", file=sys.stderr)
     return status
 
 
 def _interrupted() -> int:
     start = "\n" if sys.stderr.isatty() else ""  # the terminal has just printed ^C
-    print(f"{start}localspec: interrupted", file=sys.stderr)
+    with suppress(OSError):
+        print(f"{start}localspec: interrupted", file=sys.stderr)
     return INTERRUPTED
 
 

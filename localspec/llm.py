@@ -189,13 +189,12 @@ class Session(Asking[str]):
         params: SamplingParams | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        if system is not None and not isinstance(system, str):
-            raise UsageError(f"system must be a text, not {type(system).__name__}")
         split_options(params, {})
         self._llm = llm
         self._conversation = object()
         self.params = params
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages = []
+        self.system = system
         self.messages += [dict(message) for message in messages]
         self.notes: dict[str, Any] = {}
         self.notice: str | None = None
@@ -207,6 +206,8 @@ class Session(Asking[str]):
 
     @system.setter
     def system(self, text: str | None) -> None:
+        if text is not None and not isinstance(text, str):
+            raise UsageError(f"system must be a text, not {type(text).__name__}")
         said = self.messages[self.system is not None :]
         self.messages = [*([{"role": "system", "content": text}] if text else []), *said]
 

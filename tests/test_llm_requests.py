@@ -431,3 +431,11 @@ def test_the_types_of_statistics_are_as_declared(llm: LLM) -> None:
         stats = llm.generate("la la la", max_tokens=24, speculate=speculate).stats
         assert {name: type(stats[name]) for name in declared} == declared
         assert (stats["acceptance_rate"] is None) == (stats["num_draft_tokens"] == 0) == (not speculate)
+
+
+def test_work_on_the_model_s_thread_that_waits_for_an_answer_is_refused(llm: LLM) -> None:
+    """It would wait for itself for ever."""
+    for ask in (lambda: llm.generate("la"), lambda: next(llm.stream("la")), lambda: llm.logprobs("la")):
+        with pytest.raises(UsageError, match="cannot wait for an answer"):
+            llm.run(lambda pair, ask=ask: ask())
+    assert llm.generate("la", max_tokens=2).token_ids

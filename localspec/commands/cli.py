@@ -317,6 +317,10 @@ def parse(argv: Sequence[str]) -> Run | str:
     command = typer.main.get_command(app)
     try:
         result = command.main(list(argv), prog_name="localspec", standalone_mode=False)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # which Typer ends with status 1
+            raise error.__context__ from None
+        raise
     except Exception as error:
         # Typer brings its own copy of click in some releases and uses the real one in others.
         if not hasattr(error, "format_message"):

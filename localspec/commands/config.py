@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localspec.errors import UsageError, nearest
+from localspec.errors import LocalspecError, UsageError, nearest
 from localspec.system.files import home, write_atomically
 
 OWN_OPTIONS = ("chat", "serve")
@@ -213,7 +213,8 @@ def write(key: str, value: Any) -> None:
     """Write the value of a key into the file, or remove it (None); the rest stays as it is, comments too.
 
     Raises:
-        UsageError: the file cannot be read, understood or written; it stays as it was.
+        UsageError: the file cannot be read or understood; it stays as it was.
+        LocalspecError: it cannot be written.
     """
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
@@ -246,7 +247,7 @@ def write(key: str, value: Any) -> None:
         with write_atomically(path, private=True) as file:
             file.write(data)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+        raise LocalspecError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _contents(path: Path) -> str:

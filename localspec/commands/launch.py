@@ -142,7 +142,7 @@ def launch_command(name: str, arguments: Sequence[str], choice: ServerChoice, *,
         if found is None:
             words = _serve(choice, choice.port)
             print(f"# no such server is running; first: {shlex.join(['localspec', *words])}")
-            found = Found(f"http://127.0.0.1:{choice.port}", words[1])
+            found = Found(f"http://127.0.0.1:{choice.port}", Path(words[1]).name.removesuffix(".gguf"))
         _print(name, agent, arguments, found, choice.api_key)
         return 0
     program = shutil.which(name)

@@ -123,6 +123,8 @@ def writing(
         SessionFileError: it cannot be written, or the name belongs to a file that is not a saved session.
     """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a device would be replaced by a file
+            raise SessionFileError(f"{path} is a device or a pipe")
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
                 _read_version(file, str(path))

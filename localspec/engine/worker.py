@@ -202,6 +202,7 @@ class Job(Future[Any]):
         started: when its turn came, by ``time.perf_counter``.
         refused: what ``deliver`` raised.
         process: the process that queued it; in a child of that, no thread will run it.
+        thread: the one that will run it, once it is queued.
 
     Raises:
         UsageError: the deadline is not a positive number, the priority no whole one, or the conversation not hashable.
@@ -241,6 +242,7 @@ class Job(Future[Any]):
         self.cancelled_by: CancelledBy | None = None
         self.refused: BaseException | None = None
         self.process = os.getpid()
+        self.thread: threading.Thread | None = None
         self._work: Callable[[Job], Any] | None = work
         self.deliver, self.submit, self._abandoned, self._told_to_stop = deliver, submit, abandoned, told_to_stop
         self.settle: Callable[[Job], None] = lambda job: None
@@ -340,8 +342,11 @@ class Job(Future[Any]):
 
         Raises:
             Closed: nothing will be delivered, as the process was forked meanwhile.
+            UsageError: the thread that waits is the one that would run it.
         """
         while True:
+            if threading.current_thread() is self.thread and not self.done():
+                raise UsageError("work that runs on the model's thread cannot wait for an answer of that model")
             timeout = 1.0  # a wait without one cannot be interrupted by Ctrl-C on Windows
             waits, orphaned = not (self.running() or self.done()), self.process != os.getpid()
             if waits and self.ends_at is not None:
@@ -364,12 +369,14 @@ class FairQueue:
         max_waiting: most conversations that may wait, besides those that are served; None is any number.
         at_once: how many are served at a time, see ``take``.
         closed: why no more jobs are taken; None where they are.
+        thread: the one that takes jobs.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
         self.at_once = 1
         self.closed: str | None = None
+        self.thread: threading.Thread | None = None
         self._conversations: dict[Hashable, deque[Job]] = {}
         self._served: set[Hashable] = set()  # the conversations whose jobs were given last, while they may be running
         self._changed = threading.Condition()
@@ -392,6 +399,7 @@ class FairQueue:
                 # What finds nothing before it does not wait.
                 if waiting >= self.max_waiting and (waiting or len(self._served) >= self.at_once):
                     raise QueueFull(f"{waiting} requests are waiting already; try again later")
+            job.thread = self.thread
             self._conversations.setdefault(job.conversation, deque()).append(job)
             # Jobs that were cancelled while they waited are dropped: a long answer must not let them pile up.
             alive = {
@@ -508,7 +516,7 @@ class Worker:
         self.turns = Turns()
         self._home = home()
         self._last: tuple[Callable[[], None], ...] = ()
-        self._thread = threading.Thread(target=self._run, name="localspec", daemon=True)
+        self._thread = self.queue.thread = threading.Thread(target=self._run, name="localspec", daemon=True)
         self._thread.start()
         _WORKERS.add(self)
         in_child(self, Worker._renounce)

@@ -138,7 +138,8 @@ class Catalog(dict[str, Entry]):
             if _is_file(path):
                 return path
             if spec.endswith(".gguf") or "/" in spec or os.sep in spec:
-                what = "is a folder; name the .gguf file in it" if path.is_dir() else "does not exist"
+                there = "is no file" if path.exists() else "does not exist"
+                what = "is a folder; name the .gguf file in it" if path.is_dir() else there
                 raise UnknownModel(f"{shown(spec)} {what}")
         entry = self.entry(spec)
         if not entry.present:

@@ -605,7 +605,7 @@ def _schema_of(response_format: Mapping[str, Any] | None) -> Any:
     if kind == "json_object":
         # llama.cpp's server takes a schema here too.
         schema = response_format.get("schema")
-        return {"type": "object"} if schema is None else _checked_schema(schema)
+        return _checked_schema({"type": "object"} if schema is None else schema)
     if kind != "json_schema":
         raise UsageError(f"response_format: type must be text, json_object or json_schema, not {shown(kind)}")
     wrapper = response_format.get("json_schema", response_format)

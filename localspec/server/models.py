@@ -70,6 +70,7 @@ class ModelEndpoints:
         return [
             Address("/v1/responses/{id}", self.response, methods=("GET", "DELETE")),
             Address("/v1/models", self.models),
+            Address("/v1/models/", self.models),
             Address("/v1/models/{model:path}", self.model),
             Address("/models/load", self.load, methods=("POST",)),
             Address("/models/unload", self.unload, methods=("POST",)),
@@ -94,9 +95,10 @@ class ModelEndpoints:
     async def models(self, request: Request) -> Response:
         client, host = client_of(request), self._host
         # Of a server of one model every name counts; of several, each has one that answers call it.
-        shown = [(name, model) for model in host.models for name in (model.names if model.fixed else model.names[:1])]
+        there = [model for model in host.models if not model.deleted]
+        shown = [(name, model) for model in there for name in (model.names if model.fixed else model.names[:1])]
         pages = {"has_more": False, "first_id": shown[0][0], "last_id": shown[-1][0]} if shown else {"has_more": False}
-        data = [self._named(name, model, client) for name, model in shown if not model.deleted]
+        data = [self._named(name, model, client) for name, model in shown]
         return JSONResponse({"object": "list", "data": data} | pages)
 
     async def model(self, request: Request) -> Response:

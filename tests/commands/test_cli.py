@@ -357,3 +357,21 @@ def test_ctrl_c_while_reading_standard_input() -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (130, b"localspec: interrupted\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.parametrize(
+    ("arguments", "streams", "status", "said"),
+    [
+        ("config path", ">/dev/full", 1, "localspec: No space left on device\n"),
+        ("--help", ">/dev/full", 1, "localspec: No space left on device\n"),
+        ("generate -p", "2>/dev/full", 2, ""),
+        ("config path", "<&- >&-", 0, ""),
+        ("config path", "<&- >&- 2>&-", 0, ""),
+        ("--help", "| true; exit ${PIPESTATUS[0]}", 141, ""),
+    ],
+)
+def test_streams_that_are_full_closed_or_left(arguments: str, streams: str, status: int, said: str) -> None:
+    command = ["bash", "-c", f"{shlex.join(PROGRAM)} {arguments} {streams}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (status, said)

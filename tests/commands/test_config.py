@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -214,3 +216,8 @@ def test_a_server_does_not_start_with_a_file_that_it_cannot_read() -> None:
     assert_one_line(localspec("serve", "/no/such.gguf"), 2, "serve.apikey", "did you mean serve.api-key?")
     written("[chat]\nport = 3\n[serve]\nhost = '0.0.0.0'\n")  # another command's table is not its own
     assert_one_line(localspec("serve", "/no/such.gguf"), 2, "needs --api-key")
+
+
+def test_a_file_that_cannot_be_written_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert_one_line(localspec("config", "set", "ctx", "64"), 1, "cannot write", "No space left on device")

@@ -157,3 +157,9 @@ def test_what_cannot_be_launched_is_one_line(record: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "/nowhere")
     assert_one_line(localspec("launch", "codex"), 2, "codex is not installed", "npm install -g @openai/codex")
     assert not record.exists()
+
+
+def test_what_is_printed_without_a_server_names_the_model_as_one_would(tiny: TinyFiles) -> None:
+    printed = localspec("launch", "claude", "--model", tiny.pair.target, "--port", "1", "--print").stdout.decode()
+    assert f"localspec serve {tiny.pair.target} --port 1" in printed
+    assert f"export ANTHROPIC_MODEL={tiny.pair.target.stem}\n" in printed

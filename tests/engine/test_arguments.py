@@ -182,6 +182,8 @@ def test_odd_sessions_are_refused(llm: LLM) -> None:
     for system in (5, b"x", ["x"], np.array([1, 2])):
         with pytest.raises(UsageError, match="system must be a text"):
             llm.session(system)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="system must be a text"):
+            llm.session().system = system  # type: ignore[assignment]
     with pytest.raises(UsageError, match="SamplingParams"):
         llm.session(params={"temperature": 1})  # type: ignore[arg-type]
     for path in (5, None, 2.5):

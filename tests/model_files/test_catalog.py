@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def test_names_paths_and_addresses(tmp_path: Path) -> None:
         ("", UnknownModel, "no model ''"),
         ("nowhere.gguf", UnknownModel, "'nowhere.gguf' does not exist"),
         ("/", UnknownModel, "is a folder"),
+        (os.devnull, UnknownModel, "is no file" if os.name == "posix" else ""),
         ("a/b/c", UnknownModel, "does not exist"),
         ("hf:acme/tiny", UnknownModel, "hf:OWNER/REPO/FILE.gguf"),
         ("hf:a/b/../../../etc/passwd.gguf", UnknownModel, "not a hub address"),

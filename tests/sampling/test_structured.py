@@ -290,3 +290,8 @@ def test_files_are_read_as_windows_programs_write_them(tmp_path: Path, encoding:
     grammar.write_bytes('# ü\r\nroot ::= "seven"\r\n'.encode(encoding))
     assert answer_form(str(schema), None)["response_format"]["json_schema"]["schema"] == {"const": "ü"}
     assert answer_form(None, str(grammar))["grammar"] == '# ü\nroot ::= "seven"\n'
+
+
+def test_an_object_of_any_form_is_on_one_line_too() -> None:
+    kinds = [{"type": "json_object"}, schema_format({"type": "object"})]
+    assert len({grammar_of(kind, None) for kind in kinds}) == 1

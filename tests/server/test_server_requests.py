@@ -117,6 +117,7 @@ def test_statuses(server: Server) -> None:
         assert (found, error["code"]) == (status, code), (method, path)
         assert error["message"]
         assert "Traceback" not in answer.decode()
+    assert server.ask("GET", "/v1/models/")[2] == server.ask("GET", "/v1/models")[2]
 
 
 def test_a_template_that_refuses_is_422(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

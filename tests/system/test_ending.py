@@ -96,10 +96,15 @@ def test_an_llm_in_forked_children(tiny: TinyFiles, backend: str) -> None:
 
 
 ENDING = """
-import sys, threading
+import sys, threading, time
 from localspec import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_ctx=1024, n_threads=1)
+for _ in range(2000 if sys.argv[3] == "busy" else 0):  # until a measurement, which the answer interrupts, has begun
+    items = llm.inspect().preparation._items
+    if not items or items[0].due > time.monotonic() or items[0].steps:
+        break
+    time.sleep(0.001)
 print(llm.generate("hello", SamplingParams(max_tokens=4)).stats["completion_tokens"])
 started = threading.Event()
 if sys.argv[3] == "idle work":

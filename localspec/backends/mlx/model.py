@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -232,7 +232,8 @@ class MLXContext(Context):
         return sample
 
     def _close(self) -> None:
-        self._owner.run(self.memory.clear)
+        with suppress(Closed):  # the end of the program frees it
+            self._owner.run(self.memory.clear)
 
 
 Fed = tuple[MLXContext, Sequence[int], Wanted]  # whose next tokens they are, and which rows to return
@@ -515,7 +516,8 @@ class MLXModel(Model):
 
     def _close(self) -> None:
         self._network = None
-        self.owner.run(mx.clear_cache)
+        with suppress(Closed):
+            self.owner.run(mx.clear_cache)
 
 
 def device_for(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from localspec.errors import LocalspecError, first_problem
+from localspec.errors import LocalspecError, first_problem, is_number
 from localspec.measuring.subject import Sample
 from localspec.model_files.catalog import short_name
 from localspec.system.terminal import on_one_line
@@ -112,6 +112,11 @@ class Record:
             raise ValueError("engines, sessions and backends do not match")
         if any(all(model.source != "target" for model in engine.models) for engine in self.engines):
             raise ValueError("an engine has no target")
+        if any("1" not in engine.pass_ms or not all(map(str.isdecimal, engine.pass_ms)) for engine in self.engines):
+            raise ValueError("an engine's passes are not by width, from 1 on")
+        features, cores = self.machine.get("features") or [], self.machine.get("cores") or 0
+        if not (isinstance(features, list) and all(isinstance(each, str) for each in features) and is_number(cores)):
+            raise ValueError("the machine is not described")
         if "plain" not in self.settings.arms:
             raise ValueError("there is no plain arm")
         odd = next((s for s in self.samples if s.backend not in names or s.arm not in self.settings.arms), None)

@@ -17,6 +17,7 @@ from typing import Any
 from localspec._version import __version__
 from localspec.backends.base import Context
 from localspec.backends.placement import Placement
+from localspec.backends.registry import check_name
 from localspec.commands.bench.record import (
     Ending,
     Engine,
@@ -295,6 +296,9 @@ class BenchRun:
         slice_tokens = SLICE_TOKENS if request.slice_tokens is None else request.slice_tokens
         if not 0 <= slice_tokens <= 1000:
             raise UsageError(f"--slice must be in 0..1000, not {slice_tokens}")
+        backends = split_names(request.backends) or ["auto"]
+        for backend in backends:
+            check_name(backend)
         source = request.prompts or f"own:{request.which or 'report'}"
         arms, questions = parse_arms(split_names(request.arms) or mode.arms), _questions(source, categories)
         sampling = {name: value for name, value in options.sampling.items() if name != "max_tokens"}
@@ -303,7 +307,7 @@ class BenchRun:
         self.settings = Settings(
             model=options.model or "",
             draft=(options.drafters() or ["none"]) if options.draft else [],
-            backends=split_names(request.backends) or ["auto"],
+            backends=backends,
             arms=[arm.name for arm in arms],
             questions=source,
             categories=categories,

@@ -34,7 +34,7 @@ from localspec.commands.chat.chat import (
 from localspec.commands.chat.screen import VIEWS, guessing, no_echo
 from localspec.commands.chat.typesetter import Style, code_blocks
 from localspec.engine.options import draft_specs, with_free
-from localspec.errors import UsageError, line_of, nearest
+from localspec.errors import LocalspecError, UsageError, line_of, nearest
 from localspec.prompts.thinking import THINK
 from localspec.report.model import Lines
 from localspec.report.model import Table as Grid
@@ -366,7 +366,7 @@ def _remembered(chat: Chat, name: str, value: str | None) -> str:
         return ""
     try:
         config.write(f"chat.{name}", value)
-    except UsageError as error:
+    except LocalspecError as error:
         chat.screen.error(f"only for this chat: {error}")
         return ""
     return " (also in later chats)"
@@ -417,8 +417,8 @@ def _project(chat: Chat, argument: str) -> None:
         finally:
             chat.loaded()
         chat.show_news()
-    kept = kept_project()
-    chat.screen.note(f"project: {kept or 'none'}. {guessing(chat.llm.draft_names)}")
+    now = project if argument else kept_project()
+    chat.screen.note(f"project: {now or 'none'}. {guessing(chat.llm.draft_names)}")
 
 
 def _length(chat: Chat, argument: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -119,6 +120,14 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
+class _SavedHistory(FileHistory):
+    """What cannot be written, as on a full disk, stays in memory."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError, ValueError):  # ValueError: no text in UTF-8
+            super().store_string(string)
+
+
 def open_history(path: Path) -> History:
     """The history file, readable by its owner only; else in memory."""
     try:
@@ -126,7 +135,7 @@ def open_history(path: Path) -> History:
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
     except OSError:
         return InMemoryHistory()
-    return FileHistory(path)
+    return _SavedHistory(path)
 
 
 class LineEditor:

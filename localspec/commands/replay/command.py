@@ -228,7 +228,7 @@ def _chat(text: Mapping[str, Any]) -> Recording:
     except ValidationError as error:
         raise RecordingError(f"it is a saved chat, but damaged: {first_problem(error)}") from None
     if not answers:
-        raise RecordingError("it is a saved chat without a turn")
+        raise RecordingError("it is a saved conversation without the rounds of an answer")
     return Recording(answers)
 
 

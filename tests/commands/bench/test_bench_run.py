@@ -354,6 +354,9 @@ def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path) -> None:
         ("[" * 200_000, "nested too deeply"),
         (stored | {"samples": []}, "nothing was measured"),
         (stored | {"engines": []}, "is damaged: "),
+        (stored | {"machine": {"features": [1]}}, "is damaged: "),
+        (stored | {"machine": {"cores": "2"}}, "is damaged: "),
+        (stored | {"engines": [stored["engines"][0] | {"pass_ms": {"x": 1.0}}]}, "is damaged: "),
     ):
         path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
         assert said in refused("show", path)
@@ -381,6 +384,7 @@ def test_bad_usage_is_one_line_before_anything_takes_time(tiny: TinyFiles) -> No
     }.items():
         line = refused(tiny.quick.target, "--draft", "none", *arguments.split())
         assert (line[0], said in line) == ("2", True), line
+    assert "unknown backend 'fast'" in refused("no/such.gguf", "--backend", "reference,fast")
 
 
 def test_what_is_not_there_is_named_and_files_that_are_there_stay(made: Path, pair: list[str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from localspec.commands.chat.prompt import open_history
 from tests.commands.chat.conftest import Open, is_at_empty_prompt
 from tests.conftest import TinyFiles
 from tests.support.endless import write_endless
@@ -282,3 +284,11 @@ def test_standard_error_is_free_of_engine_noise(tiny: TinyFiles) -> None:
     result = subprocess.run(command, input=b"hi\n", capture_output=True, check=True, timeout=PATIENCE)
     for line in result.stderr.decode().splitlines():
         assert re.match(r"checking|measuring|\[cut short|note:", line), line
+
+
+def test_a_line_that_the_history_cannot_keep_is_no_error(tmp_path: Path) -> None:
+    history = open_history(tmp_path / "home" / "history")
+    history.append_string("half a surrogate \udcff")
+    shutil.rmtree(tmp_path / "home")
+    history.append_string("no folder")
+    assert len(history.get_strings()) == 2

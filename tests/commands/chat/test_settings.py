@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,7 +45,7 @@ def test_the_usual_system_prompt_is_that_of_all_commands() -> None:
     assert config.read() == {"system": "Be kind."}
 
 
-def test_what_cannot_be_kept_holds_for_this_chat() -> None:
+def test_what_cannot_be_kept_holds_for_this_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     it, path = Scripted(), config.settings_file()
     it.chat.remembers = True
     path.write_text("view = ")
@@ -52,7 +54,10 @@ def test_what_cannot_be_kept_holds_for_this_chat() -> None:
     path.unlink()
     path.mkdir()
     assert "only for this chat: cannot read" in it.do("/system be brief")
-    assert it.chat.session.system == "be brief"
+    path.rmdir()
+    monkeypatch.setattr(config, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    assert "only for this chat: cannot write" in it.do("/system be short")
+    assert it.chat.session.system == "be short"
 
 
 @pytest.fixture
@@ -96,3 +101,13 @@ def test_in_a_chat(tiny: TinyFiles, project: Path) -> None:
     assert guessing in said
     assert any(line.startswith("localspec: project missing: No such file") for line in said)
     assert kept_project() is None
+
+
+def test_a_project_that_cannot_be_kept_is_that_of_this_chat(
+    tiny: TinyFiles, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "a.txt").write_text("some text of mine\n")
+    monkeypatch.setattr("localspec.commands.chat.commands.keep_project", lambda path: None)
+    options = ["--draft", "ngram", "--backend", "reference", "--no-idle"]
+    done = localspec("chat", tiny.quick.target, *options, stdin=f"/project {project}".encode())
+    assert f"project: {project}. " in done.stderr.decode()
