@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,31 +333,13 @@ def test_ctrl_c_at_any_moment(tmp_path: Path, at: str, count: int) -> None:
     assert lines[-1] == "localspec: interrupted"
 
 
-READING = """
-import sys
-
-class Buffer:
-    def read(self):
-        print("reading", file=sys.stderr, flush=True)
-        return sys.__stdin__.buffer.read()
-
-class Stdin:
-    buffer = Buffer()
-    isatty = lambda self: False
-
-sys.stdin = Stdin()
-from localspec.__main__ import main
-main(["generate"])
-"""
-
-
-def test_ctrl_c_while_reading_standard_input() -> None:
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", READING], stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        assert process.stderr.readline() == b"reading\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors) == (130, b"localspec: interrupted\n")
+def test_ctrl_c_while_reading_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    buffer = SimpleNamespace(read=lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=buffer, isatty=lambda: False))
+    assert run(["generate"]) == 130
+    assert capsys.readouterr() == ("", "localspec: interrupted\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")

@@ -7,19 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from localspec import LLM
 from localspec.commands.config import settings_file
 from localspec.commands.launch import AGENTS
 from tests.conftest import TinyFiles
 from tests.support.program import PROGRAM, assert_one_line, localspec
-from tests.support.waiting import PATIENCE
+from tests.support.serving import Server, serve
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.usefixtures("measured_home"),
@@ -71,6 +72,15 @@ sys.exit(7)
 """
 
 
+KEY = "secret"
+
+
+@pytest.fixture(scope="module")
+def server(tiny: TinyFiles, module_home: Path) -> Iterator[Server]:
+    with LLM(tiny.pair.target, None, backend="reference", n_ctx=512) as llm, serve(llm, api_key=KEY) as running:
+        yield running
+
+
 @pytest.fixture
 def record(tmp_path: Path, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Programs in the place of the agents, which record what they were told; the tiny model is the file's."""
@@ -87,6 +97,31 @@ def record(tmp_path: Path, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path / "record.json"
 
 
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_asks_a_server_that_runs_and_what_is_printed_can_be_pasted(
+    name: str, record: Path, server: Server
+) -> None:
+    command = ["launch", name, "--port", str(server.port), "--api-key", KEY]
+    script = localspec(*command, "--print", "--", "c d").stdout.decode().replace("\n", "; ")
+    for typed, run in (
+        ("a b", lambda: localspec(*command, "--", "a b")),
+        ("c d", lambda: subprocess.run(["sh", "-c", script], check=False)),
+    ):
+        assert run().returncode == 7  # the agent's own
+        found = json.loads(record.read_text())
+        assert found["url"].startswith(f"{server.url}/")
+        assert (found["arguments"][-1], found["answer"]["model"]) == (typed, server.service.llm.model_name)
+
+
+def test_an_agent_without_arguments_has_its_usual_ones_and_a_server_is_told_its_key(
+    record: Path, server: Server
+) -> None:
+    command = ["launch", "goose", "--port", str(server.port)]
+    assert_one_line(localspec(*command), 2, "asks for its key")
+    assert localspec(*command, "--api-key", KEY).returncode == 7
+    assert json.loads(record.read_text())["arguments"] == ["session"]
+
+
 def is_there(url: str) -> bool:
     try:
         urllib.request.urlopen(f"{url}/health", timeout=10).close()
@@ -95,58 +130,24 @@ def is_there(url: str) -> bool:
     return True
 
 
-def origin(found: dict[str, Any]) -> str:
-    return "/".join(found["url"].split("/")[:3])
-
-
-@pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_asks_the_server_that_was_started_for_it(name: str, record: Path, tiny: TinyFiles) -> None:
-    result = subprocess.run([*PROGRAM, "launch", name, "--", "-p", "x y"], capture_output=True, check=False)
-    errors = result.stderr.decode()
-    assert result.returncode == 7, errors  # the agent's own
-    found = json.loads(record.read_text())
-    assert found["arguments"][-2:] == ["-p", "x y"]
-    assert found["answer"]["model"] == tiny.pair.target.stem
-    assert "the context holds 512 tokens" in errors
-    assert not is_there(origin(found))
-
-
-def test_a_server_that_runs_is_used_and_stays(record: Path) -> None:
-    key, (model, *_) = "secret", settings_file().read_text().splitlines()
-    command = [*PROGRAM, "serve", "--port", "0", "--api-key", key]
-    settings_file().write_text(settings_file().read_text().replace("port = 0", model))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            url = server.stdout.readline().strip()
-            port = url.rpartition(":")[2]
-            assert_one_line(localspec("launch", "goose", "--port", port), 2, "asks for its key")
-            result = localspec("launch", "goose", "--port", port, "--api-key", key)
-            assert result.returncode == 7, result.stderr
-            found = json.loads(record.read_text())
-            assert (origin(found), found["arguments"]) == (url, ["session"])
-            assert is_there(url)
-            printed = localspec("launch", "qwen", "--port", port, "--api-key", key, "--print", "--", "a b").stdout
-            script = printed.decode().replace("\n", "; ")
-            assert subprocess.run(["sh", "-c", script], check=False).returncode == 7  # what is printed can be pasted
-            assert json.loads(record.read_text())["arguments"] == ["a b"]
-        finally:
-            server.terminate()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_is_the_agent_s_and_an_end_takes_the_server_along(number: signal.Signals, record: Path) -> None:
-    command = [*PROGRAM, "launch", "aider", "--", "wait"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as it:
+def test_a_server_is_started_for_an_agent_and_ends_with_it(
+    number: signal.Signals, record: Path, tiny: TinyFiles
+) -> None:
+    """Ctrl-C is the agent's, which ends by itself then; told to end, the program takes both along."""
+    command, pipe = [*PROGRAM, "launch", "aider", "--", "wait"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True) as it:
         assert it.stdout.readline() == b"waiting\n"
         if number == signal.SIGINT:
             os.killpg(it.pid, number)  # as a terminal does
         else:
             it.send_signal(number)
         assert it.wait(PATIENCE) == (9 if number == signal.SIGINT else 128 + number)
-    url, until = origin(json.loads(record.read_text())), time.monotonic() + PATIENCE
-    while is_there(url) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not is_there(url)
+        assert b"the context holds 512 tokens" in it.stderr.read()
+    found = json.loads(record.read_text())
+    assert (found["arguments"][-1], found["answer"]["model"]) == ("wait", tiny.pair.target.stem)
+    url = found["url"].partition("/v1")[0]
+    wait_until(lambda: not is_there(url), "the server has ended")
 
 
 def test_what_cannot_be_launched_is_one_line(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in ("localspec", "tests", "models", "scripts", "docs"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "pyproject.toml", folder)
         self.said = ""
 
@@ -78,8 +78,7 @@ class Copy:
 
     def python(self, *arguments: str) -> None:
         """Run Python in the copy; it has to end well."""
-        environment = os.environ | {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, *arguments]
+        command, environment = [sys.executable, *arguments], os.environ | {"PYTHONPATH": str(self.folder)}
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         self.said += done.stdout
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"

@@ -5,7 +5,6 @@ On Qt's off-screen platform. PySide6 wants these packages of Debian: libegl1 lib
 
 from __future__ import annotations
 
-import operator
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 
 from localspec import LLM
 from tests.conftest import TinyFiles
+from tests.report.test_report import contrast
 from tests.support.endless import write_endless
 from tests.support.scripted_llm import make_round
 from tests.support.waiting import PATIENCE, wait_until
@@ -249,16 +249,10 @@ def test_loading_shows_progress_and_can_be_left(chat: Any, window: Any, endless:
 def test_inks_can_be_read_in_both_schemes(chat: Any) -> None:
     from desktop_transcript import STYLES
 
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return sum(map(operator.mul, linear, (0.2126, 0.7152, 0.0722)))
-
     for name, style in STYLES.items():
         for colours, paper in ((style.light, "#ffffff"), (style.dark, "#2d2d2d")):
             if colours:
-                dim, bright = sorted((luminance(colours[0]), luminance(colours[1] or paper)))
-                assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, colours)
+                assert contrast(colours[0], colours[1] or paper) >= 4.5, (name, colours)
 
 
 OFF_SCREEN = "This plugin does not support propagateSizeHints()\n"

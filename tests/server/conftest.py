@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -120,17 +121,39 @@ def slow_down(tab: Tab, times: float, latency: float) -> None:
     session.send("Network.emulateNetworkConditions", {"offline": False, "latency": latency, **throughput})
 
 
+@pytest.fixture(scope="module")
+def window(browser: Any) -> Iterator[Any]:
+    """Where the first tab of a test is: it has the page's forty files in its cache, and nothing else of other tests."""
+    context = browser.new_context(viewport=WIDE)
+    yield context
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """For one server after the other, so that a browser has their page already."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        found: int = sock.getsockname()[1]
+        return found
+
+
 @pytest.fixture
-def tab(browser: Any) -> Iterator[Tabs]:
-    """Opens tabs; at the end, none of them has reached for another server or complained."""
+def tab(browser: Any, window: Any) -> Iterator[Tabs]:
+    """Opens tabs, each as in a browser of its own; at the end, none has reached for another server or complained."""
     with ExitStack() as stack:
         tabs: list[tuple[Tab, str]] = []
 
         def new(url: str, **options: Any) -> Tab:
-            context = browser.new_context(**({"viewport": WIDE} | options))
-            stack.callback(context.close)
+            context = window if not (tabs or options) else browser.new_context(**({"viewport": WIDE} | options))
             context.set_default_timeout(PATIENCE)
             made = Tab(context.new_page())
+            if context is window:
+                stack.callback(context.clear_permissions)
+                stack.callback(lambda: [page.close() for page in context.pages])
+                kept = {"origin": url.partition("#")[0], "storageTypes": "local_storage"}
+                context.new_cdp_session(made.page).send("Storage.clearDataForOrigin", kept)
+            else:
+                stack.callback(context.close)
             if os.environ.get("LOCALSPEC_TEST_SLOW_TAB"):
                 slow_down(made, *map(float, os.environ["LOCALSPEC_TEST_SLOW_TAB"].split(",")))
             tabs.append((made, url.partition("#")[0]))

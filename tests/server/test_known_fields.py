@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from localspec import SamplingParams
 from localspec.server import anthropic, embeddings, infill, models, ollama, openai, requests, responses
@@ -300,23 +297,3 @@ def test_a_value_that_asks_for_nothing_is_of_a_field_that_is_known() -> None:
     assert set(UNREAD) <= {body.__name__ for body in _bodies()}
     for body in _bodies():
         assert set(body.KNOWN.off) <= set(body.KNOWN.names), body
-
-
-# -- anything at all ---------------------------------------------------------------------------------------------------
-
-_NAMES = sorted({name for body in _bodies() for name in body.KNOWN.names})
-_PLAIN = st.none() | st.booleans() | st.integers(-3, 40) | st.floats()
-_VALUES = st.recursive(
-    _PLAIN | st.sampled_from(["", "x", "auto", "text", "function"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_NAMES), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(sorted(REQUESTS)), st.data())
-def test_no_body_is_an_internal_error(kind: str, data: st.DataObject) -> None:
-    honoured = REQUESTS[kind][0].KNOWN.honoured
-    change = data.draw(st.dictionaries(st.sampled_from(sorted(honoured)), _VALUES, max_size=4))
-    with suppress(ApiError):
-        asked(kind, change, THINKER)

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +26,6 @@ from localspec.engine.worker import Turns
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
-from localspec.system.machine import process_bytes
 from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.contexts import watch_passes
@@ -543,46 +542,3 @@ def test_an_embedder_beside_the_others(disk: Path) -> None:
         assert "continues text" in refused(server, "/api/embed", {"model": "red", "input": "a"})[1]
         assert ask(server, "/api/embed", {"model": "bert", "keep_alive": 0})["embeddings"] == []
         gone(server, "red")
-
-
-@pytest.fixture
-def real_disk(isolated_home: Path, real_model: Callable[[str], Path]) -> list[str]:
-    return [str(real_model(name)) for name in ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")]
-
-
-@pytest.mark.real
-def test_200_mixed_requests_of_real_models_within_2_gb(real_disk: list[str]) -> None:
-    def text(file: hosting.ServedFile, plan: hosting.LoadPlan, report: Any, cancel: threading.Event) -> LLM:
-        load = replace(plan.load, idle=False, parallel=1).as_arguments()
-        return LLM(file.path, "ngram", draft_length=0, progress=report, cancel=cancel, **load)
-
-    usual = {"n_ctx": 2048, "backend": "llama-cpp"}
-    how = replace(opening(usual, specs=real_disk), text=text)
-    plan = hosting.LoadPlan(replace(how.load, prefix_cache_bytes=0))
-    expected: list[tuple[str, dict[str, Any], str]] = []
-    for spec in real_disk:
-        file = hosting.ServedFile.read(spec)
-        with (
-            how.text(file, plan, lambda what, fraction: None, threading.Event()) as llm,
-            serve(llm) as server,
-        ):
-            expected += alone(server, requests_of(file.name, "Name a river.", 5, file.fills()))
-    before, stopped = process_bytes(), threading.Event()
-
-    def watched() -> int:
-        """The most memory that the process had."""
-        found = 0
-        while not stopped.wait(0.05):
-            found = max(found, process_bytes())
-        return found
-
-    with ThreadPoolExecutor() as pool, serve_several(how, memory=2_000_000_000, keep_alive=2.0, queue=64) as server:
-        watching = pool.submit(watched)
-        try:
-            answered, most = many_requests(server, expected, 200)
-        finally:
-            stopped.set()
-        assert answered > 160
-        assert most <= 2_000_000_000
-        assert watching.result() - before <= 2_000_000_000  # and what they were counted with is what they took
-        wait_until(lambda: loaded(server) == [], "all are unloaded in the end")

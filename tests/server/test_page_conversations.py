@@ -27,8 +27,8 @@ AXE = os.environ.get("LOCALSPEC_TEST_AXE", "")
 
 
 @pytest.fixture
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm) as running:
+def server(llm: LLM, port: int) -> Iterator[Server]:
+    with serve(llm, port=port) as running:
         yield running
 
 

@@ -22,8 +22,8 @@ QUESTIONS = ".question > p"
 
 
 @pytest.fixture
-def server(llm: LLM) -> Iterator[Server]:
-    with serve(llm) as running:
+def server(llm: LLM, port: int) -> Iterator[Server]:
+    with serve(llm, port=port) as running:
         yield running
 
 

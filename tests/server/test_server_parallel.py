@@ -203,7 +203,7 @@ def test_who_reads_slowly_has_the_whole_answer_and_holds_nobody_up(
 def test_who_does_not_read_at_all_is_dropped_and_the_others_go_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ServerProtocol, "stall_seconds", 0.5)
+    monkeypatch.setattr(ServerProtocol, "stall_seconds", 0.2)
     with closing(socket.socket()) as silent:
         small_buffers(server, silent)
         body = body_of(5, max_tokens=450, stream=True, stream_options={"localspec_rounds": True})

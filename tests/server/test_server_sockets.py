@@ -94,7 +94,7 @@ def test_a_client_that_leaves_within_its_body_is_no_failure(
 
 
 def test_a_head_that_does_not_come_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServerProtocol, "head_seconds", 0.3)
+    monkeypatch.setattr(ServerProtocol, "head_seconds", 0.1)
     with server.connect() as silent, server.connect() as dripping:
         with suppress(ConnectionError):
             dripping.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX: ")
@@ -111,7 +111,7 @@ def test_a_second_request_that_does_not_come_is_given_up(
     with Brake(llm, after=0) as brake, server.connect() as sock:
         sock.sendall(post(SHORT) + b"G")
         brake.wait()
-        monkeypatch.setattr(ServerProtocol, "head_seconds", 0.3)  # from here on: the first one had its time
+        monkeypatch.setattr(ServerProtocol, "head_seconds", 0.1)  # from here on: the first one had its time
         brake.release()
         answer = read_all(sock)
         assert status_of(answer) == 200
@@ -119,7 +119,7 @@ def test_a_second_request_that_does_not_come_is_given_up(
 
 
 def test_a_body_that_does_not_come_is_given_up(llm: LLM) -> None:
-    with serve(llm, body_seconds=0.3) as other, other.connect() as sock:
+    with serve(llm, body_seconds=0.1) as other, other.connect() as sock:
         sock.sendall(post(SHORT, length=5000))
         answer = read_all(sock)
         assert status_of(answer) == 408
@@ -163,7 +163,7 @@ HERE = b" HTTP/1.1\r\nHost: localhost\r\n"
 def test_what_is_no_http_is_answered_or_dropped(
     server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], data: bytes
 ) -> None:
-    monkeypatch.setattr(ServerProtocol, "head_seconds", 0.5)
+    monkeypatch.setattr(ServerProtocol, "head_seconds", 0.1)
     with server.connect() as sock:
         with suppress(ConnectionError):
             sock.sendall(data)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
+from tests.support.program import localspec
 from tests.support.waiting import PATIENCE
 
 PROGRAM = """
@@ -22,27 +27,12 @@ def reached():
 
 if kind in ("import", "open"):
     sys.addaudithook(lambda event, given: reached() if event == kind and given[0] == what else None)
-elif kind == "call":
+else:
     module, _, path = what.partition(":")
     owner, _, name = path.rpartition(".")
     owner = getattr(importlib.import_module(module), owner)
     called = getattr(owner, name)
     setattr(owner, name, lambda *args, **options: (reached(), called(*args, **options))[1])
-else:
-    class Heard(type(sys.stderr)):
-        line = ""
-
-        def write(self, text):
-            written = super().write(text)
-            self.flush()
-            self.line += text
-            if what in self.line and ("\\n" in text or self.isatty()):
-                self.line = ""
-                reached()
-            return written
-
-    sys.stderr = Heard(sys.stderr.buffer, sys.stderr.encoding, line_buffering=True)
-
 signal.signal(getattr(signal, by), signal.getsignal(signal.SIGINT) if by == "SIGINT" else signal.SIG_DFL)  # not nohup's
 
 from localspec.__main__ import main
@@ -50,26 +40,51 @@ main(arguments)
 """
 
 
-def self_interrupting(at: str, arguments: Sequence[str | Path], *, count: int = 1, by: str = "SIGINT") -> list[str]:
-    """The command line of ``localspec`` with some arguments, that interrupts itself.
+def _in_this_process(
+    kind: str, what: str, arguments: Sequence[str | Path], count: int
+) -> subprocess.CompletedProcess[bytes]:
+    left, line = count, ""
 
-    Args:
-        at: ``import MODULE`` or ``open PATH`` is about to happen, ``call MODULE:CLASS.METHOD`` too; ``said TEXT``: it
-            is written to standard error.
-        arguments: of the program.
-        count: the how manyth time.
-        by: the signal's name.
-    """
-    kind, _, what = at.partition(" ")
-    return [sys.executable, "-c", PROGRAM, kind, what, str(count), by, *map(str, arguments)]
+    def reached() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def heard(text: str) -> None:
+        nonlocal line
+        line += text
+        if what in line and "\n" in text:
+            line = ""
+            reached()
+
+    if kind == "said":
+        return localspec(*arguments, heard=heard)
+    module, _, path = what.partition(":")
+    owner, name = path.split(".")
+    called: Callable[..., object] = getattr(getattr(importlib.import_module(module), owner), name)
+    with patch(f"{module}.{path}", lambda *args, **options: (reached(), called(*args, **options))[1]):
+        return localspec(*arguments)
 
 
 def interrupted(
     at: str, arguments: Sequence[str | Path], *, count: int = 1, by: str = "SIGINT"
 ) -> tuple[bytes, list[str]]:
-    """Standard output and the lines of standard error of ``localspec``, after a Ctrl-C ended it."""
-    command = self_interrupting(at, arguments, count=count, by=by)
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=False)
+    """Standard output and the lines of standard error of ``localspec``, after a signal ended it.
+
+    Args:
+        at: ``import MODULE`` or ``open PATH`` is about to happen, ``call MODULE:CLASS.METHOD`` too; ``said TEXT``: it
+            is written to standard error. The first two, and other signals than Ctrl-C, take a process of their own.
+        arguments: of the program.
+        count: the how manyth time.
+        by: the signal's name.
+    """
+    kind, _, what = at.partition(" ")
+    if by == "SIGINT" and kind in ("call", "said"):
+        done = _in_this_process(kind, what, arguments, count)
+    else:
+        command = [sys.executable, "-c", PROGRAM, kind, what, str(count), by, *map(str, arguments)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=False)
     errors = done.stderr.decode()
     assert done.returncode == 130, errors
     assert "Traceback" not in errors

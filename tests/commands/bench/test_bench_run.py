@@ -22,18 +22,24 @@ from localspec.commands.bench.results import Results, analyse
 from localspec.measuring.last_bench import last_bench
 from localspec.system import machine
 from tests.conftest import TinyFiles, open_backend
-from tests.support.interrupting import self_interrupting
-from tests.support.program import PROGRAM, localspec
-from tests.support.tmux import Tmux
+from tests.support.interrupting import interrupted
+from tests.support.program import localspec
 
-pytestmark = pytest.mark.usefixtures("in_warm_home")
 ARMS = ("plain", "auto", "model:3", "ngram:4")
 N_QUESTIONS, N_REPEATS, N_TOKENS = 9, 2, 20
 QUICKLY = ("--repeats", 1, "--max-tokens", 6)
 
 
+@pytest.fixture(scope="module")
+def warm_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is measured and checked once per file and engine is kept between these tests."""
+    return tmp_path_factory.mktemp("home")
+
+
 @pytest.fixture(autouse=True)
-def _brief_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_warm_home(warm_home: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the place of the test's own; and what others do is measured briefly."""
+    monkeypatch.setenv("LOCALSPEC_HOME", str(warm_home))
     busy = machine.busy_share
     monkeypatch.setattr(machine, "busy_share", lambda: busy(0.02))
 
@@ -280,15 +286,10 @@ def test_engines_run_side_by_side(tiny: TinyFiles, tmp_path: Path) -> None:
 
 def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(pair: list[str], tmp_path: Path) -> None:
     questions, stored = write_questions(tmp_path / "q.jsonl", 40), tmp_path / "run.json"
-    arguments = ["bench", *pair, "--prompts", str(questions), "--max-tokens", "300", "--ignore-eos", "--repeats", "1",
-                 "--minutes", "60", "--json", str(stored)]  # fmt: skip
-    terminal = Tmux([*PROGRAM, *arguments], tmp_path, {}, columns=100)
-    terminal.wait("3 of at most 40")
-    terminal.keys("C-c")
-    screen = terminal.wait("EXIT ")
-    terminal.close()
-    assert "EXIT 130" in screen
-    assert [part in screen for part in ("auto against plain", "--resume", "Traceback")] == [True, True, False]
+    arguments = ["bench", *pair, "--prompts", questions, "--max-tokens", "300", "--ignore-eos", "--repeats", "1",
+                 "--minutes", "60", "--json", stored]  # fmt: skip
+    out, errors = interrupted("call localspec.measuring.subject:TimedAnswer.sample", arguments, count=9)
+    assert (b"auto against plain" in out, "--resume" in errors[-1]) == (True, True)
     before = read_record(stored)
     assert (before.ended, before.settings.ignore_eos, len(before.samples) >= 4) == ("interrupted", True, True)
     counts = Counter(sample.question for sample in before.samples)
@@ -306,11 +307,7 @@ def test_ctrl_c_prints_and_keeps_what_is_done_and_it_can_be_resumed(pair: list[s
 def test_ctrl_c_before_anything_is_measured_leaves_nothing(pair: list[str], tmp_path: Path) -> None:
     stored = tmp_path / "record" / "run.json"
     stored.parent.mkdir()
-    command = self_interrupting("said loading", ["bench", *pair, "--json", stored])
-    terminal = Tmux(command, tmp_path, {})
-    screen = terminal.wait("EXIT ")
-    terminal.close()
-    assert ("EXIT 130" in screen, "Traceback" in screen) == (True, False), screen
+    interrupted("call localspec.engine.loading:Loader.load", ["bench", *pair, "--json", stored])
     assert list(stored.parent.iterdir()) == []
 
 

@@ -174,11 +174,12 @@ def kept_chat(home: Path, name: str, *said: str) -> Scripted:
     return it
 
 
-def test_a_conversation_is_gone_on_with(open_chat: Open, isolated_home: Path) -> None:
-    first = open_chat("--max-tokens", "4", "--continue")
-    assert "no saved conversation yet" in first.ready()
-    first.answered("first question", 1)
-    first.leave()
+OPTIONS = ["--draft", "none", "--backend", "reference", "--temperature", "0", "--max-tokens", "4"]
+
+
+def test_a_conversation_is_gone_on_with(open_chat: Open, tiny: TinyFiles, isolated_home: Path) -> None:
+    first = localspec("chat", tiny.pair.target, "--continue", *OPTIONS, stdin=b"first question\n")
+    assert b"no saved conversation yet" in first.stderr
     (kept,) = (isolated_home / "chats").iterdir()
     assert kept.stat().st_mode & 0o077 == 0
     second = open_chat("--continue", "--max-tokens", "5")
@@ -252,11 +253,10 @@ def test_what_is_kept_waits_for_no_engine_and_costs_no_answer(
 
 
 def test_a_pipe_goes_on_with_a_conversation_and_alone_keeps_none(tiny: TinyFiles, isolated_home: Path) -> None:
-    options = ["--draft", "none", "--backend", "reference", "--temperature", "0", "--max-tokens", "4"]
-    assert localspec("chat", tiny.pair.target, *options, stdin=b"one\n").returncode == 0
+    assert localspec("chat", tiny.pair.target, *OPTIONS, stdin=b"one\n").returncode == 0
     assert not (isolated_home / "chats").exists()
-    assert localspec("chat", tiny.pair.target, "--continue", *options, stdin=b"two\n").returncode == 0
+    assert localspec("chat", tiny.pair.target, "--continue", *OPTIONS, stdin=b"two\n").returncode == 0
     # Where no model is named, it goes on with the one that the conversation was with.
-    assert localspec("chat", "--continue", *options, stdin=b"three\n").returncode == 0
+    assert localspec("chat", "--continue", *OPTIONS, stdin=b"three\n").returncode == 0
     (kept,) = (isolated_home / "chats").iterdir()
     assert [turn["user"] for turn in saved_turns(kept)] == ["two", "three"]

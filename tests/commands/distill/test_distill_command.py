@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,12 +21,16 @@ from tests.conftest import TinyFiles
 from tests.support.interrupting import interrupted
 from tests.support.program import PROGRAM, assert_one_line, localspec
 from tests.support.tmux import Tmux
-from tests.support.waiting import PATIENCE
 
 pytest.importorskip("jax", reason="heads are trained with JAX")
 
 RIGHT = [(0.1 * i, 0.05 * i, 0.01 * i) for i in range(7)]
 CURVE = tuple(CurvePoint(1000 * i, float(i), {"all": right, "own": right}) for i, right in enumerate(RIGHT))
+
+
+@pytest.fixture(autouse=True)
+def _usual_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "lower_priority", lambda: None)
 
 
 def made(gain: float | None, folder: Path) -> Distilled:
@@ -121,7 +124,6 @@ def test_without_a_terminal_the_end_says_what_came_of_it(
 ) -> None:
     distill = Mock(return_value=made(0.9, tmp_path))
     monkeypatch.setattr(command, "distill", distill)
-    monkeypatch.setattr(command, "lower_priority", lambda: None)
     done = localspec("distill", tiny.quick.target, "--backend", "reference")
     assert (done.returncode, distill.call_args.kwargs["command"]) == (0, "localspec distill")  # the card adds the rest
     said = "".join(done.stdout.decode().split())  # lines are broken anywhere
@@ -145,8 +147,7 @@ def test_a_terminal_shows_a_curve_and_ctrl_c_leaves_it_clean(
     assert "the model writes examples" not in screen
 
 
-def test_without_jax_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['jax'] = None; from localspec.__main__ import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "distill", "smollm2-135m"]
-    done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
-    assert_one_line(done, 1, "training a head needs JAX: pip install 'localspec[distill]'")
+def test_without_jax_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    said = "training a head needs JAX: pip install 'localspec[distill]'"
+    assert_one_line(localspec("distill", "smollm2-135m"), 1, said)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -38,7 +36,7 @@ from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
-from tests.support.program import PROGRAM, assert_one_line, localspec
+from tests.support.program import assert_one_line, localspec
 from tests.support.published_heads import write_eagle3
 
 GB = 10**9
@@ -96,6 +94,10 @@ def test_without_any_model() -> None:
     assert machine["cores"] >= machine["threads"] >= 1
     assert 0.1 < machine["bandwidth_gb_per_s"] < 10_000
     assert {engine["name"] for engine in found["engines"]} == set(backends.backend_names())
+    (ik,) = (engine for engine in found["engines"] if engine["name"] == "ik-llama")
+    told = [check for check in found["checks"] if check["name"] == "this CPU"]  # where a build for it would gain
+    gains = ik["usable"] and ggml_module.native_gain(ik["built_for"], machine["features"]) is not None
+    assert bool(told) == gains
     assert "none yet in" in row(found, "models", "on disk")["text"]
     assert "localspec pull" in screen()[1]
 
@@ -173,11 +175,9 @@ def test_nothing_measured_on_a_busy_machine_is_ticked(tiny: TinyFiles, monkeypat
     assert (found["pair"]["cost"]["provisional"], found["pair"]["cost"]["others_share"]) == (True, 0.45)
 
 
-@pytest.mark.parametrize("busy", [0.0, 0.45])
-def test_the_engine_that_auto_takes(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, busy: float) -> None:
+def test_the_engine_that_auto_takes(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ticked only on a quiet machine, and ``--calibrate`` measures it again, with the usual engine loaded."""
     open_backend("ik-llama")
-    quiet(monkeypatch, busy=busy)
     models: list[Any] = [types.SimpleNamespace(backend=n, path=tiny.bpe, n_threads=None) for n in loading.ENGINES]
 
     def timed(ms: float, n_quiet: int) -> Any:
@@ -185,11 +185,14 @@ def test_the_engine_that_auto_takes(tiny: TinyFiles, monkeypatch: pytest.MonkeyP
         times.others_share = 0.0 if n_quiet else 0.45
         return types.SimpleNamespace(times=lambda: times, quiet_rounds=lambda: [times] * n_quiet)
 
+    chosen, nothing = "auto takes llama-cpp", "nothing is chosen by that, auto keeps ik-llama and"
     done = types.SimpleNamespace(waits=False)
-    for n_quiet, status, said in (
-        (3, "info" if busy else "ok", "auto takes llama-cpp"),
-        (0, "note", "others used 45% of the CPU: nothing is chosen by that, auto keeps ik-llama and"),
+    for busy, n_quiet, status, said in (
+        (0.0, 3, "ok", chosen),
+        (0.45, 3, "info", chosen),
+        (0.45, 0, "note", f"others used 45% of the CPU: {nothing}"),
     ):
+        quiet(monkeypatch, busy=busy)
         loading.remember(models, [timed(20.0, n_quiet), timed(10.0, n_quiet)], LoadOptions())
         check = row(examine(tiny.bpe, "--draft", "none")[1], "cost", "engines")
         assert (check["status"], said in check["text"]) == (status, True)
@@ -198,6 +201,7 @@ def test_the_engine_that_auto_takes(tiny: TinyFiles, monkeypatch: pytest.MonkeyP
     assert loading.compared(tiny.bpe, LoadOptions()) is None
 
 
+@pytest.mark.usefixtures("measured_home")
 def test_a_copy_that_an_engine_needs_is_said_here_and_nowhere_else(tiny: TinyFiles) -> None:
     open_backend("ik-llama")
     arguments = (tiny.trap, "--backend", "ik-llama", "--draft", "none")
@@ -244,7 +248,7 @@ def short_ranking(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-@pytest.mark.usefixtures("short_ranking")
+@pytest.mark.usefixtures("short_ranking", "measured_home")
 def test_heads_that_are_published_are_found_by_themselves(tiny: TinyFiles, tmp_path: Path, kind: str) -> None:
     """Beside a target, beside a trained one, and inside a target."""
     open_backend("llama-cpp")
@@ -262,6 +266,7 @@ def test_heads_that_are_published_are_found_by_themselves(tiny: TinyFiles, tmp_p
     assert {name for each in found["rank"]["candidates"] for name in each["drafters"]} == {"ngram", *ranked}
 
 
+@pytest.mark.usefixtures("measured_home")
 def test_a_published_head_is_named_as_elsewhere(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its address, its file or its name in the catalogue; and by itself it is no damaged model."""
     open_backend("llama-cpp")
@@ -478,11 +483,13 @@ def test_every_failure_says_what_to_do(tiny: TinyFiles) -> None:
     assert found["recommendation"]["text"] == "It would not work like this: see GPU and file."
 
 
-def test_piped_output_has_everything_in_plain_lines(tiny: TinyFiles, tmp_path: Path) -> None:
+def test_piped_output_has_everything_in_plain_lines(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = shutil.copy(tiny.quick.target, tmp_path / "evil\x1b[2J\x9b2J.gguf")
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200", "FORCE_COLOR": "1"}
-    command = [*PROGRAM, "doctor", str(target), "--draft", str(tiny.quick.draft), *NGRAM, "--details"]
-    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = localspec("doctor", target, "--draft", tiny.quick.draft, *NGRAM, "--details", encoding="ascii")
     out = done.stdout.decode("ascii")
     lines = out.splitlines()
     for title in ("Machine", "Engines", "Models", "Cost of a target pass", "Break-even", "Predicted", "Recommendation"):
@@ -563,16 +570,6 @@ def test_what_a_build_for_this_cpu_would_bring(built: list[str], cpu: list[str],
         assert (rows[1].status, rows[1].advice) == ("note", ggml_module.NATIVE_COMMAND)
         assert feature in rows[1].text
         assert [each.status for each in facts.engine_findings([ik], [], "mlx", cpu)][1] == "info"
-
-
-def test_the_doctor_knows_what_its_engine_uses_of_this_cpu() -> None:
-    """Whatever is installed here, and whatever runs this: the row is there if, and only if, it would gain."""
-    if backends.unavailable_reason("ik-llama") is not None:
-        pytest.skip("ik-llama-cpp-python is not installed")
-    _, found = examine()
-    (ik,) = (engine for engine in found["engines"] if engine["name"] == "ik-llama")
-    told = [check for check in found["checks"] if check["name"] == "this CPU"]
-    assert bool(told) == (ggml_module.native_gain(ik["built_for"], found["machine"]["features"]) is not None)
 
 
 def gpu_engine(free: int, *, shared: bool = False, name: str = "llama-cpp") -> facts.EngineFacts:

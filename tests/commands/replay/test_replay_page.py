@@ -328,7 +328,8 @@ def test_playing_goes_from_draft_to_verify_to_accept_and_stops_at_the_end(it: Ta
             requestAnimationFrame(() => requestAnimationFrame(() => then(at === player.position))); })"""
     )
     it.page.locator("label", has_text="5×").click()
-    it.press("Home", "Space")
+    it.run("(index) => player.go(player.timeline.done(index))", len(REAL) - 5)
+    it.press("Space")
     it.page.wait_for_function("() => !player.playing")
     assert is_current(it, len(REAL) - 1)
     assert it.settled() == REPLY["text"]
@@ -497,14 +498,14 @@ def test_the_policy_stops_what_the_code_would_let_through(browser: Any, real: Pa
     page.close()
 
 
-def test_ten_thousand_rounds(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+def test_thousands_of_rounds(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
     words = ("one", " two", " three", ",", "\n", " five")
     rounds = [
         a_round(
             emitted(words[i % 6], "accepted", "ngram"), emitted(words[(i + 1) % 6], "recovered"),
             draft=[guess(words[i % 6], True, "ngram"), guess(" no", False, "ngram")],
         )
-        for i in range(10_000)
+        for i in range(4_000)
     ]  # fmt: skip
     text = "".join(token["text"] for round_ in rounds for token in round_["emitted"])
     it = tab(write(tmp_path / "long.html", events(*rounds, text=text)))
@@ -512,9 +513,9 @@ def test_ten_thousand_rounds(tab: Callable[[Path], Tab], tmp_path: Path) -> None
     it.press("Home", "ArrowRight")
     assert is_current(it, 0)
     it.press("End", "ArrowLeft")
-    assert is_current(it, 9_998)
+    assert is_current(it, 3_998)
     it.run("() => player.seek(player.timeline.total / 2)")
-    assert it.position[0] == pytest.approx(5_000, abs=1)
+    assert it.position[0] == pytest.approx(2_000, abs=1)
     assert it.run("() => { const a = $('answer').getBoundingClientRect(), r = document.querySelector('.now')"
                   ".getBoundingClientRect(); return r.top >= a.top && r.bottom <= a.bottom; }")  # fmt: skip
     it.press("Space")

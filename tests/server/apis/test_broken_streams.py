@@ -41,11 +41,12 @@ def test_what_breaks_off_says_so_in_the_api_s_form(server: Server, path: str) ->
         sock.sendall(post(ASKED[path], path, extra="Connection: close\r\n"))
         begin = sock.recv(12)
         mortal.runner.stop()
-        said = (begin + read_all(sock)).partition(b"\r\n\r\n")[2].decode()
+        head, _, said = (begin + read_all(sock)).decode().partition("\r\n\r\n")
     lines = [line for line in said.splitlines() if line.startswith(("{", "data: ", "event: "))]
     last = json.loads(lines[-1].removeprefix("data: "))
     if path.startswith("/api/"):
         assert last == {"error": "the server is shutting down"}
+        assert "application/x-ndjson" in head  # and it streams unless told otherwise, as Ollama does
         return
     assert lines[-2] == "event: error"
     if path == "/v1/messages":

@@ -103,16 +103,6 @@ def test_a_wrong_request_is_one_clear_error(client: openai.OpenAI, change: dict[
         client.embeddings.create(**{"model": "embed", "input": "a"} | change)
 
 
-def test_a_key_is_asked_for(model: EmbeddingModel) -> None:
-    with (
-        serve_embeddings(model, api_key="secret") as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=PATIENCE) as client,
-    ):
-        assert client.embeddings.create(model="", input="a").data
-        with pytest.raises(openai.AuthenticationError):
-            client.with_options(api_key="wrong").embeddings.create(model="", input="a")
-
-
 def test_the_command_tells_such_files_by_themselves(model: EmbeddingModel) -> None:
     command = [sys.executable, "-m", "localspec", "serve", str(model.path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -124,14 +114,6 @@ def test_the_command_tells_such_files_by_themselves(model: EmbeddingModel) -> No
         said = process.stderr.read()
     assert f"embeddings of {N_EMBD} numbers" in said
     assert "Traceback" not in said
-
-
-def test_a_chat_with_such_a_file_is_one_line(model: EmbeddingModel) -> None:
-    command = [sys.executable, "-m", "localspec", "generate", str(model.path), "-p", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "is an embedding model" in done.stderr
 
 
 def test_a_request_of_many_texts_lets_others_in_between(

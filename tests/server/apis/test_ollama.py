@@ -49,13 +49,6 @@ def test_a_stream_is_the_answer_in_pieces(client: Any) -> None:
     assert (last.done_reason, last.eval_count) == (whole.done_reason, whole.eval_count)
 
 
-def test_streaming_is_what_ollama_does_unless_told_otherwise(server: Server) -> None:
-    body = {"messages": CHAT, "options": {"num_predict": 4}}
-    status, headers, answer = server.ask("POST", "/api/chat", body)
-    assert (status, headers["content-type"]) == (200, "application/x-ndjson")
-    assert json.loads(answer.splitlines()[-1])["done"] is True
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_and_its_result_read(client: Any, stream: bool) -> None:
     found = client.chat(MODEL, CHAT, tools=TOOLS, options=says(CALL), stream=stream)
