@@ -18,7 +18,7 @@ from pathlib import Path
 from localspec.backends.base import Model, Piece, Progress
 from localspec.backends.registry import engine_module
 from localspec.errors import Cancelled
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.system.files import JsonStore, home, remembered
 
 _FORMAT = 1

@@ -22,7 +22,7 @@ from localspec.backends import repack
 from localspec.backends.base import Context, FloatArray, Model, Piece, Progress
 from localspec.backends.registry import engine_module, unavailable_reason
 from localspec.errors import Cancelled, EngineError, EngineMismatch, LocalspecError
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.system.files import JsonStore, home, remembered
 from localspec.system.machine import read_memory
 from localspec.system.steps import Steps, exhaust

@@ -165,7 +165,7 @@ def wants_draft(entries: Sequence[Entry]) -> bool:
 def list_command(as_json: bool = False, everything: bool = False) -> int:
     """Print the models on this disk, with ``everything`` the whole catalogue, each with its heads."""
     from localspec.heads.listing import described_heads
-    from localspec.model_files.fingerprint import fingerprint
+    from localspec.model_files.gguf import fingerprint
 
     entries, heads = known_entries(), described_heads()
     if as_json:

@@ -18,8 +18,7 @@ from localspec.backends.base import FEW_ROWS, Context, Model, Wanted
 from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import CALIBRATED_PAST, Curve, PassTimes
 from localspec.errors import ModelFileError
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.gguf import GGUFFile, fingerprint
 from localspec.model_files.kv_memory import kv_shape
 from localspec.system.files import JsonStore, Key, home
 from localspec.system.machine import BUSY, CPUTimes, busy_share, cpu_name, others_share

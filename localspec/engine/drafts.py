@@ -26,7 +26,7 @@ from localspec.engine.saved import SavedChats
 from localspec.engine.state import DecodingState, DraftMemory, DraftModel, ahead_of, taps_of, target_memory
 from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import own_questions
 from localspec.spec_decode.drafters.base import Drafter, DrafterInfo

@@ -39,7 +39,7 @@ from localspec.controllers.stopping import best_speedup
 from localspec.engine.options import LoadOptions
 from localspec.engine.state import DecodingState
 from localspec.errors import Cancelled, LocalspecError, VocabularyMismatch
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.system.files import JsonStore, home
 from localspec.system.machine import BUSY, cpu_features, cpu_name, default_threads
 from localspec.system.steps import Steps, exhaust

@@ -26,7 +26,7 @@ from localspec.engine.state import DecodingState, DraftModel
 from localspec.engine.stored_prompts import PromptStore, StoringPrompts
 from localspec.engine.worker import PREPARATION, STORING, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, LocalspecError
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.prompts.prompts import PromptEncoder
 from localspec.prompts.templates import ChatTemplate
 from localspec.spec_decode.drafters.base import Controller, Drafter

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from localspec.backends.base import Context, ContextState, Model
 from localspec.engine.prefix_cache import PrefixCache
 from localspec.errors import EngineError, SessionFileError
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.spec_decode.drafters.corpus import TextFile, TextSource
 from localspec.system.files import home, printable, write_atomically
 from localspec.system.steps import Steps, exhaust

@@ -44,8 +44,7 @@ from localspec.heads.kinds import names_published_head, read_mtp, read_published
 from localspec.heads.kinds.base import LoadHeadModel, PublishedHead
 from localspec.heads.llama import LlamaHeadModel
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.gguf import GGUFFile, fingerprint
 from localspec.model_files.nextn import readable
 from localspec.model_files.vocab import Vocab
 from localspec.system.files import JsonStore, home, is_same_file, remembered

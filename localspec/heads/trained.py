@@ -33,8 +33,7 @@ from localspec.heads.base import STATE, DraftHead, row_by_row, verdict_on
 from localspec.heads.card import Kind, TargetFacts
 from localspec.heads.file import check_head, find_heads, head_weights, read_card
 from localspec.heads.products import products
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile, model_files, tensor_rows
+from localspec.model_files.gguf import GGUFFile, fingerprint, model_files, tensor_rows
 
 MAX_STATES = 16  # most states that wait to be read. More make a head a little better and its first step slower.
 _CACHED_BYTES = 32 << 20  # tokens' shares of rows that are kept. One takes about a millisecond.

@@ -22,8 +22,7 @@ from localspec._version import __version__
 from localspec.errors import Cancelled, LocalspecError, UnknownModel
 from localspec.model_files import sources
 from localspec.model_files.catalog import ROOM, Catalog, Entry
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.gguf import GGUFFile, fingerprint
 from localspec.server import responses
 from localspec.server.access import READS_TEXTS, SEES_OTHERS, Address, Client, client_of, public_name
 from localspec.server.bodies import Body, Flag, read

@@ -24,8 +24,7 @@ from localspec.heads.file import engine_folder, heads_folder, read_card, write_h
 from localspec.heads.products import GgmlProducts, NumpyProducts, product, products
 from localspec.heads.sources import exit_head
 from localspec.heads.trained import STATE, Head, heads_for, load_head, target_facts
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile, tensor_rows
+from localspec.model_files.gguf import GGUFFile, fingerprint, tensor_rows
 from localspec.model_files.vocab import Vocab
 from localspec.system.steps import exhaust
 from tests.conftest import REAL_MODELS, Backend, TinyFiles, open_backend

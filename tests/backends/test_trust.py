@@ -23,8 +23,7 @@ from localspec.backends.llama.ik_llama import IkLlamaBinding
 from localspec.backends.llama.model import LeafSequences, LlamaContext
 from localspec.controllers.calibration import curve_key
 from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.gguf import GGUFFile, fingerprint
 from localspec.system.steps import exhaust
 from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support import ggufs

@@ -16,7 +16,7 @@ from localspec.controllers.calibration import curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.measuring import last_bench
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.system import machine
 from localspec.system.machine import SystemMemory, cpu_name
 from tests.commands.test_cli import sit_down

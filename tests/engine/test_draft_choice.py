@@ -13,8 +13,7 @@ from localspec.backends import repack
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine import loading as loading_module
 from localspec.engine.loading import MAX_TOKENS, DraftCopy, reading
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.gguf import GGUFFile, fingerprint
 from localspec.system.steps import Steps, exhaust
 from tests.conftest import ENGINES_ONCE_PER_FILE, TinyFiles, share
 from tests.support import ggufs

@@ -21,7 +21,7 @@ from localspec.engine import pair as pair_module
 from localspec.engine.options import LoadOptions
 from localspec.engine.pair import Preparation
 from localspec.errors import Cancelled, EngineError, LocalspecError
-from localspec.model_files.fingerprint import fingerprint
+from localspec.model_files.gguf import fingerprint
 from localspec.system.steps import Steps
 from tests.conftest import TinyFiles, open_backend
 from tests.support.heads import write_random_head

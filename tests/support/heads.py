@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from localspec.heads.card import HeadCard, Kind, TargetFacts, Training
 from localspec.heads.file import write_head
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.gguf import GGUFFile, fingerprint
 from tests.support.published_heads import whole
 
 Weights = dict[str, npt.NDArray[np.float32]]

@@ -24,8 +24,7 @@ from localspec.heads.listing import described_heads, inspect
 from localspec.heads.published import load_published
 from localspec.heads.trained import load_head
 from localspec.heads.training.shards import Passage
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile, tensor_rows
+from localspec.model_files.gguf import GGUFFile, fingerprint, tensor_rows
 from tests.conftest import TinyFiles, open_backend
 from tests.support.ggufs import Shape, write_llama
 from tests.support.heads import write_random_head

@@ -55,8 +55,7 @@ from localspec.measuring.subject import (
     split_names,
 )
 from localspec.model_files.catalog import Catalog
-from localspec.model_files.fingerprint import fingerprint
-from localspec.model_files.gguf import GGUFFile, model_bytes, model_files
+from localspec.model_files.gguf import GGUFFile, fingerprint, model_bytes, model_files
 from localspec.model_files.sources.base import size_text
 from localspec.prompts.questions import SETS, Question, digest, in_turns, of_categories, own_questions, read_questions
 from localspec.sampling.sampling import SamplingParams
