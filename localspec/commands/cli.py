@@ -430,7 +430,7 @@ def bench(
     which: str | None = Option(None, "--set", metavar="report|tuning", help="Built-in question set to use."),
     category: list[str] | None = Option(None, metavar="NAME", help="Use only questions of this category; repeatable."),
     minutes: float | None = Option(None, help="Time budget in minutes.", show_default="15, or 2 if --quick"),
-    repeats: int | None = Option(None, help="Times to ask each question."),
+    repeats: int | None = Option(None, help="Times to ask each question.", show_default="at most 3, or 5 if --full"),
     slice_tokens: int | None = Option(
         None,
         "--slice",
@@ -451,7 +451,7 @@ def bench(
         help="Inference engines to compare; repeatable or comma-separated.",
         show_default="auto",
     ),
-    max_tokens: int | None = Option(None, help="Maximum answer tokens.", show_default="depends on the mode"),
+    max_tokens: int | None = Option(None, help="Maximum answer tokens.", show_default="128; --quick: 64, --full: 256"),
     **options: Any,
 ) -> int:
     """Measure the speed-up over plain decoding, interleaved on the same questions. Ctrl-C keeps finished answers."""
