@@ -354,9 +354,9 @@ class LLM(Asking[Prompt]):
 
     Args:
         model: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf`` (already pulled).
-        draft: ``auto`` (n-grams, and the head and the catalogue's draft for the target that are on disk), None, or one
+        draft: ``auto`` (n-grams, and the heads and the catalogue's draft for the target that are on disk), None, or one
             or several of ``ngram``, ``head`` (or ``head:FILE``), ``mtp``, ``early-exit`` (or ``early-exit:N``, with N
-            layers of the target) and models as above.
+            layers of the target), ``corpus:PATH`` (also with ``auto``), ``pard:FILE`` and models as above.
         draft_length: ``auto`` weighs cost and acceptance token by token; a number drafts that many tokens each round.
         backend: ``auto``, ``llama-cpp``, ``ik-llama``, ``mlx`` or ``reference``.
         n_ctx: context size in tokens, answer included; None is what the model was trained for, on a CPU at most

