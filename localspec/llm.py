@@ -379,7 +379,7 @@ class LLM(Asking[Prompt]):
         placement: where the target's weights go, with more than one device; see ``Placement``.
         parallel: most requests that are answered at a time, in passes of the target that they share; or ``auto``.
         prompt_cache_bytes: bound of the folder ``prompts`` in LOCALSPEC_HOME [bytes], in which what the models hold of
-            conversations of over 512 tokens is kept, when nothing is asked or at the end: after a restart a prompt
+            conversations from 512 tokens on is kept, when nothing is asked or at the end: after a restart a prompt
             that continues one reads what is new. Least recently used out; 0 keeps and uses none.
         progress: called while loading, from the worker thread, with what is being done and the fraction done (or
             None); an exception from it cancels the load and is raised here.

@@ -101,8 +101,8 @@ THINK_BUDGET = Option(None, min=0, max=MAX_COUNT, metavar="N", help="Maximum thi
 PROMPT_CACHE = Option(
     "2GB",
     metavar="SIZE",
-    help="Disk space in LOCALSPEC_HOME for what the models hold of prompts over 512 tokens, so that these are not read "
-    "again after a restart; 0 disables.",
+    help="Disk space in LOCALSPEC_HOME for what the models hold of prompts from 512 tokens on, so that these are not "
+    "read again after a restart; 0 disables.",
 )
 VERBOSE = Option(False, "--verbose", help="Show engine logs.")
 JSON = Option(False, "--json", help="Print JSON.")

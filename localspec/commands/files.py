@@ -203,7 +203,7 @@ def list_command(as_json: bool = False, everything: bool = False) -> int:
     left: list[Sequence[str]] = []
     for head in others:
         path = Path(head["path"])
-        if everything or path.is_relative_to(home()):  # else it was shipped with localspec
+        if everything or path.is_relative_to(home()):
             cells = (path.name, size_text(head["bytes"]), head["kind"] or "damaged", head["target"] or "")
             left.append([on_one_line(cell) for cell in cells])
     if left:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localspec.commands.chat.screen import TextView, no_echo, only_thought
@@ -59,6 +60,8 @@ def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = Fal
     check_text(prompt, "the prompt")
     if not prompt.strip() and not (raw and prompt):
         raise UsageError("the prompt is empty: give it as an argument, after -p or on standard input")
+    if options.corpora():  # indexed before the answer: there is no idle time behind it
+        options = replace(options, load=replace(options.load, idle=False))
     with options.opened(chats=not raw) as llm:
         params = options.params({} if raw else llm.chat_defaults)
         system = options.system if options.system is not None else llm.chat_defaults.get("system")

@@ -92,6 +92,14 @@ def test_ctrl_c_still_prints_what_there_is(tmp_path: Path, format: str) -> None:
     assert 9 <= len(found["token_ids"]) < 7000
 
 
+def test_a_corpus_is_indexed_before_the_answer(tiny: TinyFiles, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("one two three " * 20)
+    generate(tiny.quick, "--draft", f"corpus:{tmp_path / 'notes'}", "-p", "one two")
+    again = generate(tiny.quick, "--draft", f"corpus:{tmp_path / 'notes'}", "-p", "one two")
+    assert b"indexing" not in again.stderr, "nothing of it is new"
+
+
 def test_a_terminal_never_gets_control_characters(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [tiny.pair.target, "--draft", "none", "--backend", "reference"]
     command = ["generate", *options, "-p", "hello", "--temperature", "0", "--max-tokens", "60"]
