@@ -60,16 +60,18 @@ def clairvoyant(trace: dict[str, Any], target: PassTimes, model: PassTimes | Non
     return rest[0] + (model(trace["prompt_tokens"]) if model else 0.0)
 
 
-def _log_odds(confidence: float) -> float:
-    return math.log(min(0.9999, max(0.0001, confidence)) / (1.0 - min(0.9999, max(0.0001, confidence))))
+def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any]) -> dict[str, list[float]]:
+    """By kind of fate, of most probable tokens and of samples: ``_calibrated``."""
+    return {fates: _calibrated(traces, left_out, fates) for fates in ("right", "sampled")}
 
 
-def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any], fates: str) -> list[float]:
+def _calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any], fates: str) -> list[float]:
     """The chance that each guess of the model is right in one answer, by its confidence: a logistic regression, with a
     knee at either side, of the ``fates`` in all other answers."""
 
     def features(trace: dict[str, Any]) -> Any:
-        odds = np.array([_log_odds(each) for each in trace["sources"]["model"]["confidence"]])
+        confidence = np.clip(trace["sources"]["model"]["confidence"], 0.0001, 0.9999)
+        odds = np.log(confidence / (1.0 - confidence))
         return np.stack([np.ones(len(odds)), odds, np.minimum(odds, 0.0), np.maximum(odds - 3.0, 0.0)], axis=1)
 
     others = [trace for trace in traces if trace is not left_out]
@@ -85,6 +87,13 @@ def calibrated(traces: list[dict[str, Any]], left_out: dict[str, Any], fates: st
 
 
 def seeing(
+    trace: dict[str, Any], chances: dict[str, list[float]], target: PassTimes, model: PassTimes, widest: int
+) -> float:
+    """Least time of one who sees all confidences ahead [ms], with the fates of which these are the chances."""
+    return min(_seeing(trace, each, fates, target, model, widest) for fates, each in chances.items())
+
+
+def _seeing(
     trace: dict[str, Any], chances: list[float], fates: str, target: PassTimes, model: PassTimes, widest: int
 ) -> float:
     """Expected time for the text of one who sees all confidences ahead [ms]; ``chances``: what those of the model mean,
@@ -145,15 +154,13 @@ def fixed(trace: dict[str, Any], target: PassTimes, model: PassTimes, k: int) ->
 
 def against_auto(stored: dict[str, Any], widest: int) -> None:
     """Print the bound and ``auto`` for all machines of the ablations."""
-    traces, kinds = stored["traces"], ("right", "sampled")
-    chances = {(trace["id"], fates): calibrated(traces, trace, fates) for trace in traces for fates in kinds}
+    traces = stored["traces"]
+    chances = {trace["id"]: calibrated(traces, trace) for trace in traces}
     print(f"{'':18}{'bound: median':>15}{'mean':>7}{'auto: median':>15}{'mean':>7}{'auto / bound':>15}")
     for name, (target_ms, model_ms) in MACHINES.items():
         target, model = PassTimes(target_ms), PassTimes(model_ms)
         bounds = [
-            len(trace["answer"])
-            * (target(1) + MS_OTHER)
-            / min(seeing(trace, chances[trace["id"], fates], fates, target, model, widest) for fates in kinds)
+            len(trace["answer"]) * (target(1) + MS_OTHER) / seeing(trace, chances[trace["id"]], target, model, widest)
             for trace in traces
         ]
         replays = [replayed(stored, "no head", name, "new", repeat) for repeat in range(2)]
@@ -193,10 +200,7 @@ def main() -> None:
         alone = clairvoyant(trace, target, None, args.widest)
         times = [
             min(alone, clairvoyant(trace, target, model, args.widest)),
-            min(
-                seeing(trace, calibrated(stored["traces"], trace, fates), fates, target, model, args.widest)
-                for fates in ("right", "sampled")
-            ),
+            seeing(trace, calibrated(stored["traces"], trace), target, model, args.widest),
             clairvoyant(trace, target, PassTimes({1: 0.0}), args.widest),
             alone,
             *(fixed(trace, target, model, k) for k in FIXED),

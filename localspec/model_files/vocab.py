@@ -12,7 +12,7 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import UnsupportedModel, shown
+from localspec.errors import UnsupportedModel, is_whole, shown
 from localspec.model_files.gguf import KNOWN, GGUFFile, StringArray
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -92,8 +92,7 @@ class Vocab:
             value = get(f"tokenizer.ggml.{key}_token_id", _DEFAULT_IDS[kind].get(name))
             if value is None and name in _OLD_KEYS:
                 value = get(f"tokenizer.ggml.{_OLD_KEYS[name]}_token_id")
-            is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(tokens)
-            special[name] = value if is_id else None
+            special[name] = value if value is not None and is_whole(value) and 0 <= value < len(tokens) else None
         add_bos = get("tokenizer.ggml.add_bos_token")
         if isinstance(add_bos, int):
             vocab.add_bos = bool(add_bos)

@@ -88,10 +88,10 @@ class _Texts(Protocol[Place]):
 class CopyingDrafter(Drafter, Generic[Place]):
     """Copies what followed the longest recent suffix where it occurred before; a token costs no pass of a model.
 
-    Each carries an estimate of being right: how often those with such a match were, counted in this conversation on top
-    of a prior. Every settled token is compared with the draft token for it, sent or not. So the estimate is learned
-    even while the controller does not draft. Of several such drafters the group asks the one with most ``confidence``
-    first.
+    Each carries an estimate of being right: how often those with such a match were, in this conversation and in fading
+    part before it, on top of a prior. Every settled token is compared with the draft token for it, sent or not. So the
+    estimate is learned even while the controller does not draft. Of several such drafters the group asks the one with
+    most ``confidence`` first.
     """
 
     _texts: _Texts[Place]
