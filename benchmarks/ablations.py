@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,7 +41,7 @@ import numpy.typing as npt
 from benchmarks import branching
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
-from localspec.controllers import acceptance, auto, cost_model, stopping
+from localspec.controllers import auto, cost_model, stopping
 from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance
 from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
@@ -115,13 +115,15 @@ class Condition:
 
     Attributes:
         what: in words.
-        keeps: whether what was learned is kept from answer to answer, in a random order.
+        keeps: whether what was learned is kept from answer to answer.
+        order: of answers: random; turns: one of each category after the other, as ``bench`` asks; alike: by category.
         busy: see ``replay_traces.BUSY``.
         row: how many times as much time as calibrated further rows take.
     """
 
     what: str
     keeps: bool = False
+    order: str = "random"
     busy: bool = False
     row: float = 1.0
 
@@ -129,6 +131,8 @@ class Condition:
 CONDITIONS = {
     "new": Condition("nothing known before an answer, passes cost what was calibrated"),
     "kept": Condition("one process answers all in a random order and keeps what it learns", keeps=True),
+    "turns": Condition("the same, one of each category after the other", keeps=True, order="turns"),
+    "alike": Condition("the same, those of one category after each other", keeps=True, order="alike"),
     "busy": Condition(
         "beside a program that takes 40 % of the CPUs since calibration; nothing known before", busy=True
     ),
@@ -362,7 +366,6 @@ ARMS: dict[str, Arm] = {
     "drift when idle": Arm("none, nor certainty", ((SourceAcceptance, "idle", nothing),), conditions=LEARNING),
     "head's rate": Arm("what is usual", flags=frozenset({"no rate"}), conditions=LEARNING),
     "acceptance kept": Arm("forgotten after each answer", flags=frozenset({"forgets"}), conditions=("kept",)),
-    "histograms kept": Arm("forgotten after each answer", ((acceptance, "NEW_TEXT_KEPT", 0.0),), conditions=("kept",)),
     "likeliest or sample: likeliest": Arm(
         "always the likeliest",
         (
@@ -432,8 +435,12 @@ def replayed(
     """By answer: plain decoding's time over the arm's at its ends, the last of which is its whole length."""
     arm, condition, traces = ARMS[name], CONDITIONS[condition_name], stored["traces"]
     target, model = MACHINES[machine]
-    order = random.Random(repeat).sample(range(len(traces)), len(traces))
-    chosen = [traces[i] for i in order]
+    chosen = random.Random(repeat).sample(traces, len(traces))
+    if condition.order != "random":
+        categories = list(dict.fromkeys(trace["category"] for trace in traces))
+        groups = [[trace for trace in chosen if trace["category"] == category] for category in categories]
+        rows = zip_longest(*groups) if condition.order == "turns" else groups
+        chosen = [trace for row in rows for trace in row if trace]
     rate = None if "no rate" in arm.flags else stored.get("rates", {}).get("head")
     found: dict[str, list[float]] = {}
     replay: Replay | None = None

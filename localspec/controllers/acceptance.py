@@ -45,7 +45,7 @@ HISTOGRAM_MEMORY = 32.0
 CERTAINTY_PRIOR = 8.0
 CERTAINTY_MEMORY = 48.0
 IDLE_MEMORY = 200.0
-NEW_TEXT_KEPT = 0.75  # Share of one answer's histograms in what is expected of the next; the rest is the prior's
+NEW_TEXT_KEPT = 0.25  # Share of the weight that verdicts in earlier texts have in a new one
 
 Histogram = tuple[float, ...]
 
@@ -128,8 +128,9 @@ class SourceAcceptance:
     """Calibration of one drafter.
 
     Each confidence bin holds a Beta estimate of P(accepted | confidence, all before it accepted), starting from the
-    prior; evidence fades within tens of tokens. The histograms hold the shares of the bins among recent draft tokens,
-    by what these follow. ``has_drafted``: whether a draft token was looked for in this text.
+    prior; evidence fades within tens of tokens. The histograms hold the shares of the bins among recent draft tokens of
+    this text, by what these follow: how much is copied, or easy, depends on the text, so every one starts from the
+    prior. ``has_drafted``: whether a draft token was looked for in this text.
     """
 
     def __init__(self, prior: Prior) -> None:
@@ -137,18 +138,14 @@ class SourceAcceptance:
         self.hits = [0.0] * N_BINS
         self.seen = [0.0] * N_BINS
         self._siblings = [(0.0, 0.0)] * N_BINS  # hits and seen of tokens with siblings
-        self.histograms = [list(histogram) for histogram in prior.histograms]
-        self._begin()
+        self.new_text()
 
-    def _begin(self) -> None:
-        self.typical = [list(histogram) for histogram in self.prior.histograms]
+    def new_text(self) -> None:
+        self.histograms, self.typical = ([list(each) for each in self.prior.histograms] for _ in range(2))
         self._n_certainties = CERTAINTY_PRIOR
         self._n_noticed = [HISTOGRAM_PRIOR] * len(self.histograms)
         self.has_drafted = False
-
-    def new_text(self) -> None:
-        self._begin()
-        self._drift(NEW_TEXT_KEPT)
+        self.hits, self.seen = ([NEW_TEXT_KEPT * each for each in counts] for counts in (self.hits, self.seen))
 
     def table(self) -> list[float]:
         return [
@@ -217,26 +214,20 @@ class SourceAcceptance:
 
     def as_dict(self) -> dict[str, Any]:
         siblings = [list(each) for each in self._siblings]
-        return {"hits": self.hits, "seen": self.seen, "histograms": self.histograms, "beside": siblings}
+        return {"hits": self.hits, "seen": self.seen, "beside": siblings}
 
     def restore(self, stored: Any) -> None:
         """Start from what another run learned, at half its weight; ignores what is malformed."""
         try:
             hits, seen = [float(x) for x in stored["hits"]], [float(x) for x in stored["seen"]]
-            histograms = [[float(x) for x in histogram] for histogram in stored["histograms"]]
-            siblings = [(float(hit), float(n)) for hit, n in stored.get("beside", self._siblings)]
+            siblings = [(float(hit), float(n)) for hit, n in stored["beside"]]
         except (TypeError, KeyError, ValueError, AttributeError):
             return
-        sizes = [len(each) for each in (hits, seen, *histograms)]
-        if sizes != [N_BINS] * (2 + len(self.histograms)):
+        if [len(each) for each in (hits, seen, siblings)] != [N_BINS] * 3:
             return
-        are_shares = all(abs(sum(shares) - 1) < 0.05 and min(shares) >= 0 for shares in histograms)
-        counts = [*zip(hits, seen, strict=True), *siblings]
-        if are_shares and len(siblings) == N_BINS and all(0 <= hit <= n <= 1e4 for hit, n in counts):
+        if all(0 <= hit <= n <= 1e4 for hit, n in [*zip(hits, seen, strict=True), *siblings]):
             self._siblings = [(hit / 2, n / 2) for hit, n in siblings]
             self.hits, self.seen = [hit / 2 for hit in hits], [n / 2 for n in seen]
-            self.histograms = histograms
-            self._drift(0.5)
 
 
 class Acceptance:

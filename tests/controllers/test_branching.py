@@ -13,11 +13,13 @@ from tests.support.simulator import CURVES
 
 def controller_on(curve: str) -> AutoController:
     times, acceptance = dict(CURVES[curve]), SourceAcceptance(GREEDY)
+    controller = AutoController(PassTimes(times), {"model": PassTimes({1: 0.06 * times[1]})}, {"model": acceptance})
+    controller.plan(room=100, n_past=64)  # the answer begins
     if curve == "ik":  # a text in which drafting hardly gains anything, so that time is not worth more than plainly
         for _ in range(200):
             acceptance.notice(0.3)
             acceptance.notice(0.3, AFTER_UNSURE)
-    return AutoController(PassTimes(times), {"model": PassTimes({1: 0.06 * times[1]})}, {"model": acceptance})
+    return controller
 
 
 def beside(curve: str, first: float, rival: float, at: int = 0, length: int = 1) -> float | None:
