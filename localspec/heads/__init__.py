@@ -10,4 +10,4 @@ FROM_STATES = (HEAD, EARLY_EXIT, MTP)
 
 PUBLISHED = "an EAGLE-3 or DFlash file"
 # For help texts: what --draft MODEL may be besides a model, and what distill --kind takes
-TRAINED_KINDS = "chained|parallel|medusa|eagle3"
+TRAINED_KINDS = "chained|eagle3"

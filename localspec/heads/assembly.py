@@ -117,10 +117,7 @@ def _block(head: GGUFFile, output_type: str) -> Iterator[TensorInfo]:
 
 
 def _idle_block(card: HeadCard) -> Iterator[TensorInfo]:
-    """A block that adds nothing: rows go straight to the last norm and the output matrix.
-
-    ``Head.medusa_logits`` undoes the norm; an exit's norm is the target's.
-    """
+    """A block that adds nothing: rows go straight to the last norm, which is the target's, and the output matrix."""
     n = card.n_embd
     for name, shape in (block_shapes("blk.0", n, NARROW, NARROW, NARROW, n) | {"output_norm.weight": (n,)}).items():
         yield new_tensor(name, shape, "F32" if len(shape) == 1 else _engine_type("Q8_0", shape[1]))

@@ -20,12 +20,10 @@ from localspec.model_files.vocab import Vocab
 ARCHITECTURE = "localspec-head"
 VERSION = 1
 
-# chained: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). parallel: the same with
-# learned rows for unknown positions (P-EAGLE). medusa: a matrix for each position ahead (Cai et al. 2024,
-# arXiv:2401.10774). eagle3: a chained one in llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see kinds.eagle3.
-# exit: untrained, the target's last norm for a state after some layer (LayerSkip: Elhoushi et al. 2024,
-# arXiv:2404.16710).
-Kind = Literal["chained", "parallel", "medusa", "eagle3", "exit"]
+# chained: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). eagle3: the same in
+# llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see kinds.eagle3. exit: untrained, the target's last norm for a
+# state after some layer (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710).
+Kind = Literal["chained", "eagle3", "exit"]
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
@@ -155,7 +153,7 @@ class HeadCard:
     kind: Kind
     taps: tuple[str, ...]  # the hidden states of the target that it reads, in order: norm, layer:i
     token_map: npt.NDArray[np.int32]  # the target's tokens that it can guess, ascending [n_out]
-    steps: int  # tokens ahead that it guesses; a parallel head has a learned row for each but the first
+    steps: int  # tokens ahead that it guesses
     target: TargetFacts
     n_head: int = 0  # this and the next three are sizes of the block; 0 where there is none
     n_head_kv: int = 0
@@ -182,14 +180,11 @@ class HeadCard:
     @property
     def has_block(self) -> bool:
         """Whether it has a layer of its own, which remembers its rows."""
-        return self.kind in ("chained", "parallel", "eagle3")
+        return self.kind != "exit"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors that it must have: name -> (rows, columns), or the length of a vector."""
         n, n_q, n_kv = self.n_embd, self.n_head * self.d_head, self.n_head_kv * self.d_head
-        if self.kind == "medusa":
-            matrices = {f"head.{i}.weight": (n, n) for i in range(self.steps)}
-            return matrices | {f"head.{i}.bias": (n,) for i in range(self.steps)}
         if self.kind == "exit":
             return {"output_norm.weight": (n,)}
         n_in, further = n, dict[str, tuple[int, ...]]()
@@ -197,8 +192,7 @@ class HeadCard:
             n_in, further = 2 * n, {"fc.weight": (n, len(self.taps) * n), "blk.0.attn_norm_2.weight": (n,)}
         else:
             further = {"head.fc.weight": (n, len(self.taps) * n), "head.embed.weight": (n, n), "head.embed.bias": (n,)}
-            own, rows = ("mask", self.steps - 1) if self.kind == "parallel" else ("chain", n)
-            further[f"head.{own}.weight"] = (rows, n)
+            further["head.chain.weight"] = (n, n)
         return further | block_shapes("blk.0", n, n_q, n_kv, self.d_ff, n_in) | {"output_norm.weight": (n,)}
 
     def layer_metadata(self, architecture: str) -> dict[str, Any]:
@@ -309,17 +303,14 @@ class HeadCard:
         for tap in self.taps:
             if not _TAP.fullmatch(tap) or (tap != "norm" and int(tap.removeprefix("layer:")) >= target.n_layers):
                 yield f"there is no hidden state {shown(tap)} in a model of {target.n_layers} layers"
-        if not (1 + (self.kind == "parallel")) <= self.steps <= _MAX_STEPS:
+        if not 1 <= self.steps <= _MAX_STEPS:
             yield f"it guesses {self.steps} tokens ahead"
         ids = self.token_map
         if ids.ndim != 1 or not 1 < len(ids) <= target.n_vocab:
             yield f"its token map has {ids.size} entries for {target.n_vocab} tokens"
         elif ids[0] < 0 or ids[-1] >= target.n_vocab or (ids[1:] <= ids[:-1]).any():
             yield f"its token map does not ascend within 0..{target.n_vocab - 1}"
-        if self.kind == "medusa":
-            if self.taps != ("norm",) or any(sizes):
-                yield "a medusa head reads norm and has no block"
-        elif self.kind == "exit":
+        if self.kind == "exit":
             if self.taps in (("norm",), (f"layer:{target.n_layers - 1}",)) or len(self.taps) > 1 or any(sizes):
                 yield "an exit reads the state after one layer before the last, and has no block"
         elif min(sizes) <= 0 or self.n_head % self.n_head_kv:

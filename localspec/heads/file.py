@@ -103,7 +103,7 @@ def output_pieces(target: GGUFFile, card: HeadCard) -> Iterator[Floats]:
 
 
 def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:
-    if len(shape) == 1 or name == "head.mask.weight":
+    if len(shape) == 1:
         return "F32"
     return type_name if shape[-1] % 32 == 0 or type_name in ("F16", "F32") else "F16"
 

@@ -7,9 +7,6 @@ al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2503.01840):
     state        g_p = block(z_0 … z_p), what the engine returns as "layer:0"
     guess        x_(p+2) ~ softmax(Out[token_map] · norm(g_p))
     chained      z_(p+1) = C · g_p + W · E[x_(p+2)] + b, where the true state is not known yet
-    parallel     rows z_p, mask_1, mask_2, …: row k guesses x_(p+2+k)
-    medusa       h_k = s_p + silu(W_k · s_p + b_k) for the tap "norm" (Cai et al. 2024, arXiv:2401.10774), and
-                 x_(p+2+k) ~ softmax(Out[token_map] · h_k); there is no block
     exit         x_(p+1) ~ softmax(Out[token_map] · norm(s_p)) for a tap "layer:i", with the target's norm
 """
 
@@ -45,7 +42,7 @@ _FC, _EMBED, _CHAIN = range(3)
 
 
 class Head(DraftHead):
-    """A head that was trained here; ``masks`` are a parallel head's rows for unknown positions [steps - 1, n_embd]."""
+    """A head that was trained here, or an early exit."""
 
     token_map: npt.NDArray[np.int32]
 
@@ -57,17 +54,10 @@ class Head(DraftHead):
             self.kind: Kind = card.kind
             self.taps, self.token_map, self.steps = card.taps, card.token_map, card.steps
             self.rate = card.training.first_rate
-            matrices, self._biases = list[FloatArray](), list[FloatArray]()
-            self.masks: FloatArray = np.empty((0, card.n_embd), dtype=np.float32)
-            if self.kind == "medusa":
-                matrices = [head_weights(file, f"head.{i}.weight") for i in range(card.steps)]
-                self._biases = [head_weights(file, f"head.{i}.bias") for i in range(card.steps)]
+            matrices = list[FloatArray]()
             if card.has_block:
-                parts = ("fc", "embed", "chain") if self.kind == "chained" else ("fc", "embed")
-                matrices = [head_weights(file, f"head.{part}.weight") for part in parts]
-                self._biases = [head_weights(file, "head.embed.bias")]
-            if self.kind == "parallel":
-                self.masks = head_weights(file, "head.mask.weight")
+                matrices = [head_weights(file, f"head.{part}.weight") for part in ("fc", "embed", "chain")]
+                self._bias = head_weights(file, "head.embed.bias")
         self._target = GGUFFile(target)
         self._times = products(model, matrices)
 
@@ -94,7 +84,7 @@ class Head(DraftHead):
             raise UsageError(f"token ids must lie in 0..{self.card.target.n_vocab - 1}")
         new = [token for token in dict.fromkeys(tokens) if token not in self._cache]
         if new:
-            rows = self._times(_EMBED, tensor_rows(self._target, "token_embd.weight", new)) + self._biases[0]
+            rows = self._times(_EMBED, tensor_rows(self._target, "token_embd.weight", new)) + self._bias
             self._cache.update(zip(new, rows, strict=True))
         found: FloatArray = np.empty((len(tokens), self.card.n_embd), dtype=np.float32)
         for row, token in zip(found, tokens, strict=True):
@@ -107,22 +97,6 @@ class Head(DraftHead):
     def chain(self, states: FloatArray) -> FloatArray:
         """``C · g`` [n, n_embd]."""
         return self._times(_CHAIN, states)
-
-    def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
-        """Logits of a medusa head, a copy [steps, n_out]: row k is for the token 2 + k places after that of ``state``.
-
-        The context, of this head, is emptied; the state is the target's "norm" [n_embd].
-        """
-        inner = np.concatenate([self._times(i, state[None]) + bias for i, bias in enumerate(self._biases)])
-        # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
-        rows: FloatArray = state + np.multiply(inner, 0.5 + 0.5 * np.tanh(0.5 * inner), dtype=np.float32)
-        context.truncate(0)
-        # Each row by itself: what stands before it in the memory is multiplied by zero.
-        logits = context.decode_floats(rows, [0] * len(rows)).logits
-        # The engine's last norm has divided every row by this.
-        size = np.sqrt(np.mean(rows**2, axis=1, keepdims=True) + np.float32(self.card.norm_eps))
-        scaled: FloatArray = np.multiply(logits, size, dtype=np.float32)
-        return scaled
 
     def close(self) -> None:
         self._times.close()

@@ -57,11 +57,11 @@ def write_random_head(
             rope_base=float(file.field("rope.freq_base", 10000.0)),
             norm_eps=float(file.field("attention.layer_norm_rms_epsilon", 1e-5)),
             training=training or Training(command="a test", seed=seed),
-            **({} if kind == "medusa" else shape),
+            **({} if kind == "exit" else shape),
         )
         shapes = card.shapes() | (card.optional_shapes() if biases else {})
         weights = {name: _random(name, shape, rng) for name, shape in shapes.items()}
-        if copies_target and kind != "medusa" and file.architecture == "llama":
+        if copies_target and kind != "exit" and file.architecture == "llama":
             copied = {name for name in weights if name.startswith(("blk.0.", "output_norm")) and name in file.tensors}
             weights |= {name: whole(file, name) for name in copied}
     return write_head(out, card, weights, type_name)

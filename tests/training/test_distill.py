@@ -207,7 +207,7 @@ def test_it_steps_aside_while_another_process_answers(
     [
         ({"minutes": 0.0}, "minutes must be over 0"),
         ({"minutes": float("nan")}, "minutes must be over 0"),
-        ({"kind": "eagle"}, "chained, parallel, medusa"),
+        ({"kind": "eagle"}, "chained, eagle3"),
         ({"kind": "eagle3"}, "an EAGLE-3 head runs on llama-cpp or mlx"),
         ({"seed": -1}, "the seed must be"),
         ({"resume": True}, "no chained head of this model to go on with"),
@@ -269,30 +269,25 @@ def test_it_goes_on_from_the_head_there_is_and_is_compared_with_it(target: Path,
     made = run(target, **short, force=True, begin_with="none")
     assert alike(made.path, earlier) < 0.5
     assert (made.card.training.seed, made.card.training.earlier) == (0, ())
-    other = write_random_head(target, isolated_home / "other.gguf", kind="medusa")
-    for named, reason in [(other, "it is a medusa one"), (target, "cannot begin with the head"), ("x", "x")]:
+    other = write_random_head(target, isolated_home / "other.gguf", "exit", ("layer:0",), steps=1)
+    for named, reason in [(other, "it is a exit one"), (target, "cannot begin with the head"), ("x", "x")]:
         with pytest.raises(UsageError, match=reason):
             run(target, **short, force=True, begin_with=named)
 
 
-# What it leaves: heads of other kinds, what their cards say, and which of them are kept.
+# What it leaves: what cards say, and which heads are kept.
 
-MEDUSA = replace(RECIPE, kind="medusa")
 BRIEF = replace(EFFORT, n_places=200, n_steps=1)
 
 
-@pytest.mark.parametrize(("kind", "pays"), [("parallel", True), ("medusa", False)])
-def test_a_run_makes_a_head_of_another_kind_that_drafts_and_is_kept_only_if_it_pays(
-    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, pays: bool
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_run_makes_a_head_that_drafts_and_is_kept_only_if_it_pays(
+    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
     measured = Worth(1.0, 1.0, 1.1, 1.1, 6, ("ngram",), (1.01 if pays else 0.99, 1.2))
     monkeypatch.setattr("localspec.heads.training.distill.measure_worth", lambda *given, **options: measured)
-    made = run(target, recipe=replace(RECIPE, kind=kind), effort=replace(BRIEF, n_places=300))
+    made = run(target, effort=replace(BRIEF, n_places=300))
     assert (made.kept in find_heads()) == pays
-    card = read_card(made.path)
-    assert (card.kind, card.steps, card.n_out) == (kind, 2, 200)
-    assert set(card.training.acceptance) > {"all"}
-    assert card.training.tokens_seen > 0
     with LLM(target, f"head:{made.path}", backend="reference", draft_length=2, n_ctx=128, remember=False) as llm:
         params = SamplingParams(max_tokens=16, ignore_eos=True)
         drafted = llm.generate("la la la", params)
@@ -316,15 +311,15 @@ def test_the_card_says_what_the_whole_run_used(target: Path, isolated_home: Path
     (tmp_path / "my questions.jsonl").write_text('{"id": "1", "category": "x", "turns": ["la la la"]}\n')
     (tmp_path / "more.jsonl").write_text('{"id": "1", "category": "x", "turns": ["la la"]}\n')
     (tmp_path / "rivers.txt").write_text("A sentence about rivers, and then another one. " * 20)
-    first: Any = {"recipe": MEDUSA, "effort": BRIEF, "texts": [tmp_path / "rivers.txt"]}
+    first: Any = {"effort": BRIEF, "texts": [tmp_path / "rivers.txt"]}
     stopped(target, lambda each: each.n_places > 50, **first, prompts=tmp_path / "my questions.jsonl")
-    later: Any = {"recipe": None, "kind": "medusa", "effort": replace(BRIEF, minutes=9e3), "resume": True}
+    later: Any = {"recipe": None, "effort": replace(BRIEF, minutes=9e3), "resume": True}
     with pytest.raises(UsageError, match="begun with the seed 3: leave --seed out"):
         run(target, **later, seed=4)
     with pytest.raises(UsageError, match="begun with another recipe"):
-        run(target, recipe=replace(MEDUSA, n_out=100), effort=BRIEF, resume=True)
+        run(target, recipe=replace(RECIPE, n_out=100), effort=BRIEF, resume=True)
     made = run(target, **later, seed=3, prompts=[tmp_path / "more.jsonl"], command="localspec distill")
-    expected = "--kind medusa --seed 3 --minutes 9000 --prompts 'my questions.jsonl' --prompts more.jsonl"
+    expected = "--kind chained --seed 3 --minutes 9000 --prompts 'my questions.jsonl' --prompts more.jsonl"
     expected = f"localspec distill {shlex.quote(str(target))} {expected} --text rivers.txt --begin-with none"
     assert made.card.training.command == expected
 
@@ -334,10 +329,10 @@ def test_a_call_in_a_card_can_be_made() -> None:
         called = SimpleNamespace(distill=lambda *given, **options: (given, options))
         return eval(command, {"localspec": called, "Recipe": Recipe})  # type: ignore[no-any-return]
 
-    of_run = Run("f", Recipe(kind="parallel", seed=5), 12.5, prompts=["/a/b.jsonl"], texts=["/c/d", "/e"], chats=True)
+    of_run = Run("f", Recipe(kind="eagle3", seed=5), 12.5, prompts=["/a/b.jsonl"], texts=["/c/d", "/e"], chats=True)
     of_run.begins_with, of_run.begins_with_sha256 = "other.gguf", "0123456789abcdef"
     command = card_command(of_run, "a model")
-    wanted = {"kind": "parallel", "seed": 5, "minutes": 12.5, "prompts": ["b.jsonl"], "texts": ["d", "e"]}
+    wanted = {"kind": "eagle3", "seed": 5, "minutes": 12.5, "prompts": ["b.jsonl"], "texts": ["d", "e"]}
     assert made(command) == (("a model",), wanted | {"chats": True, "begin_with": "other.gguf"})
     assert command.endswith("# other.gguf: sha256 0123456789abcdef")
     assert "--text d --text e --chats --begin-with other.gguf" in card_command(of_run, "a", "localspec distill")
@@ -349,9 +344,9 @@ def test_a_head_has_the_licence_of_its_target(target: Path, tmp_path: Path) -> N
     ids = np.arange(200, dtype=np.int32)
     with GGUFFile(target) as file:
         file.metadata["general.license"] = "apache-2.0"
-        card = new_card(file, "f", MEDUSA, ids)
+        card = new_card(file, "f", RECIPE, ids)
         del file.metadata["general.license"]
-        assert new_card(file, "f", MEDUSA, ids).license == ""
+        assert new_card(file, "f", RECIPE, ids).license == ""
     path = write_head(tmp_path / "head.gguf", card, {name: np.zeros(shape) for name, shape in card.shapes().items()})
     assert inspect(path)["license"] == "apache-2.0"
 

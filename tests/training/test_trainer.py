@@ -16,7 +16,7 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel
-from localspec.heads.card import HeadCard, Kind
+from localspec.heads.card import HeadCard
 from localspec.heads.file import head_weights, heads_folder
 from localspec.heads.kinds import read_published
 from localspec.heads.kinds.eagle3 import write_eagle3
@@ -99,17 +99,16 @@ def trained(tiny: TinyFiles, tmp_path: Path) -> Trained:
     return Trained(path, target)
 
 
-@pytest.mark.parametrize(
-    ("kind", "taps", "biases"),
-    [("chained", TAPS, False), ("chained", ("norm",), True), ("parallel", TAPS, False), ("medusa", ("norm",), False)],
-)
+@pytest.mark.parametrize(("taps", "biases"), [(TAPS, False), (("norm",), True)])
 def test_every_step_guesses_as_the_engine_does(
-    tiny: TinyFiles, tmp_path: Path, kind: Kind, taps: tuple[str, ...], biases: bool
+    tiny: TinyFiles, tmp_path: Path, taps: tuple[str, ...], biases: bool
 ) -> None:
     """True rows, and each chain's own rows and no other's, at the same positions: what the engine does one by one, with
     rows taken back after each chain, the network does at once, whatever stands beside them in the batch."""
     target = tiny.quick.target
-    path = write_random_head(target, tmp_path / "head.gguf", kind, taps, 200, biases=biases, type_name="F32", steps=3)
+    path = write_random_head(
+        target, tmp_path / "head.gguf", "chained", taps, 200, biases=biases, type_name="F32", steps=3
+    )
     trained = Trained(path, target)
     one, other = written_by(target, taps, [90, 40])
     pieces = [Stretch(other, 18, 33), Stretch(one, 60, 89), Stretch(other, 30, 39)]
@@ -191,11 +190,11 @@ STEADY = TrainingSettings(size=Size(210, 64, 20), n_batches=2, learning_rate=3e-
 """The rate of learning does not depend on the clock."""
 
 
-def trainer(tiny: TinyFiles, checkpoint: Path, passages: list[Passage], kind: Kind = "chained") -> Trainer:
+def trainer(tiny: TinyFiles, checkpoint: Path, passages: list[Passage], n_out: int | None = None) -> Trainer:
     target = tiny.quick.target
     file = GGUFFile(target)
-    output = tensor_rows(file, "output.weight", slice(None))
-    card = new_card(file, fingerprint(target), Recipe(kind, 2, d_ff=32), np.arange(len(output), dtype=np.int32))
+    output = tensor_rows(file, "output.weight", slice(n_out))
+    card = new_card(file, fingerprint(target), Recipe(steps=2, d_ff=32), np.arange(len(output), dtype=np.int32))
 
     def embed(some: Any) -> Any:
         return tensor_rows(file, "token_embd.weight", some)
@@ -210,11 +209,10 @@ def train_to(one: Trainer, step: int) -> bool:
     return one.train(1e9, lambda: None, lambda: one.step >= step)
 
 
-@pytest.mark.parametrize("kind", ["chained", "medusa"])
-def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path, kind: Kind) -> None:
-    target, taps = tiny.quick.target, ("norm",) if kind == "medusa" else TAPS
-    passages = written_by(target, taps, [60, 90, 50, 70])
-    whole = trainer(tiny, tmp_path / "whole", passages, kind)
+def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path) -> None:
+    target = tiny.quick.target
+    passages = written_by(target, TAPS, [60, 90, 50, 70])
+    whole = trainer(tiny, tmp_path / "whole", passages)
     before = whole.weights
     assert not train_to(whole, 16)
     with GGUFFile(target) as file:
@@ -226,7 +224,7 @@ def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path, kin
     assert 16 * 2 * 40 < whole.tokens_seen <= 16 * 2 * 63
 
     for n in (7, 16):
-        parts = trainer(tiny, tmp_path / "parts", passages, kind)
+        parts = trainer(tiny, tmp_path / "parts", passages)
         assert not train_to(parts, n)
     assert parts.tokens_seen == whole.tokens_seen
     for name, value in whole.weights.items():
@@ -278,7 +276,7 @@ def test_checkpoints_of_another_head_or_damaged_ones_are_refused(tiny: TinyFiles
     path = tmp_path / "one"
     trainer(tiny, path, passages).save()
     with pytest.raises(CheckpointError, match="another head"):
-        trainer(tiny, path, written_by(tiny.quick.target, ("norm",), [60, 90]), "medusa")
+        trainer(tiny, path, passages, n_out=100)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="damaged"):
         trainer(tiny, path, passages)

@@ -233,7 +233,7 @@ def distill(
     Args:
         model: the target: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf``.
         minutes: of work, all calls of a run together; None is 60, or what the run was begun with.
-        kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3`` (on llama-cpp or MLX); see docs/heads.md.
+        kind: ``chained`` or ``eagle3`` (on llama-cpp or MLX); see docs/heads.md.
         seed: of every random choice; None is 0, or one more than that of the head that it begins with.
         begin_with: a head's file to start from; "none" starts with a linear head. None takes the head that drafters
             would take, if it is of this kind and size.

@@ -85,18 +85,7 @@ class HeadNetwork:
 
     def steps(self, weights: Weights, batch: Batch) -> list[jax.Array]:
         """What the output rows multiply, step by step: [n_lessons, n_embd] for the first, [n_starts, n_embd] after."""
-        if self.card.kind == "medusa":
-            return self._medusa(weights, batch)
         return [self._norm(g, weights["output_norm.weight"]) for g in self._chain(weights, batch)]
-
-    def _medusa(self, weights: Weights, batch: Batch) -> list[jax.Array]:
-        states, guesses = batch.states[batch.lessons].astype(jnp.float32), []
-        for i in range(self.card.steps):
-            guesses.append(
-                states + jax.nn.silu(self.multiply(states, weights[f"head.{i}.weight"]) + weights[f"head.{i}.bias"])
-            )
-            states = states if i else states[batch.starts]
-        return guesses
 
     def _chain(self, weights: Weights, batch: Batch) -> list[jax.Array]:
         """The residual stream after the block, step by step."""
@@ -121,12 +110,7 @@ class HeadNetwork:
         state, own_keys, own_values = states[0][batch.starts], list[jax.Array](), list[jax.Array]()
         for step in range(1, self.card.steps):
             said = embedded[_places(batch, step)[0]]
-            if eagle3:
-                z = state
-            elif self.card.kind == "parallel":
-                z = jnp.broadcast_to(weights["head.mask.weight"][step - 1], state.shape)
-            else:
-                z = self.multiply(state, weights["head.chain.weight"]) + said
+            z = state if eagle3 else self.multiply(state, weights["head.chain.weight"]) + said
             normed, position = self._attention_input(weights, z, said), batch.position[first] + step
             key, value = self._keys_values(weights, normed, position)
             own_keys.append(key)

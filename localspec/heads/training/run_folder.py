@@ -21,7 +21,7 @@ from localspec.system.files import home, private_folder, write_atomically
 
 # What is made, and for how long.
 
-KINDS: tuple[Kind, ...] = ("chained", "parallel", "medusa", "eagle3")
+KINDS: tuple[Kind, ...] = ("chained", "eagle3")
 MOST_MINUTES = 60.0 * 24 * 30
 
 _MARKS_SHARE = 8  # largest share of special tokens among a head's: some files have thousands
@@ -56,7 +56,7 @@ class Recipe:
                     f"an EAGLE-3 head reads three layers of a model of four or more, not of {n_layers}"
                 )
             return tuple(f"layer:{i}" for i in (min(n_layers // 2, n_layers - 4), n_layers - 3, n_layers - 2))
-        return ("norm",) if self.kind == "medusa" else (f"layer:{max(0, n_layers - 3)}", "norm")
+        return (f"layer:{max(0, n_layers - 3)}", "norm")
 
     def kept(self, n_layers: int) -> tuple[str, ...]:
         """The hidden states that examples keep: the taps, and the last one, which a head is fitted to."""

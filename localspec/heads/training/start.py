@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -44,16 +44,6 @@ def new_card(file: GGUFFile, fingerprint: str, recipe: Recipe, token_map: npt.ND
         UnsupportedModel: the target does not say its sizes, or has too few layers.
     """
     target, license = TargetFacts.of(file, fingerprint), file.metadata.get("general.license")
-    card = HeadCard(
-        kind="medusa",
-        taps=("norm",),
-        token_map=token_map,
-        steps=recipe.steps,
-        target=target,
-        license=license[:_LONGEST_LICENSE] if isinstance(license, str) else "",
-    )
-    if recipe.kind == "medusa":
-        return card
     n_head = file.field("attention.head_count")
     n_head_kv = file.field("attention.head_count_kv", n_head)
     if not all(isinstance(n, int) and n > 0 for n in (n_head, n_head_kv)):
@@ -64,10 +54,13 @@ def new_card(file: GGUFFile, fingerprint: str, recipe: Recipe, token_map: npt.ND
     if recipe.kind == "eagle3":
         n_head = n_head_kv = _eagle3_heads(target.n_embd)
         d_head = EAGLE3_D_HEAD
-    return replace(
-        card,
+    return HeadCard(
         kind=recipe.kind,
         taps=recipe.taps(target.n_layers),
+        token_map=token_map,
+        steps=recipe.steps,
+        target=target,
+        license=license[:_LONGEST_LICENSE] if isinstance(license, str) else "",
         n_head=n_head,
         n_head_kv=n_head_kv,
         d_head=d_head,
@@ -136,8 +129,6 @@ def going_on(path: Path, target: GGUFFile, card: HeadCard, embed: Embed, passage
     with GGUFFile(path) as file:
         check_head(file)
         weights = {name: head_weights(file, name) for name in file.tensors}
-    if card.kind == "medusa":
-        return Start(weights, {})
     sizes = Examples(card, embed, tensor_rows(target, "output_norm.weight", slice(0, 1))[0], passages).sizes
     n = card.n_embd
     return Start(weights, {"head.fc.weight": sizes[:-n], "head.embed.weight": sizes[-n:]})
@@ -244,8 +235,6 @@ def start(
     """
     rng = np.random.default_rng(seed)
     weights = {name: _cold(name, shape, rng) for name, shape in card.shapes().items()}
-    if card.kind == "medusa":
-        return Start(weights, {})
     if (block := _last_block(file, card)) is not None:
         weights |= block
     weights["output_norm.weight"] = norm = _whole(file, "output_norm.weight")
@@ -255,10 +244,9 @@ def start(
     if card.kind == "eagle3":
         sizes = {"fc.weight": examples.sizes[: len(card.taps) * n]}
         weights |= _fitted_eagle3(card, examples, weights)
-    elif "norm" in card.taps:
+    else:
         weights |= _fitted(card, examples)
-    if card.kind == "eagle3" or "norm" in card.taps:
-        weights["output_norm.weight"] = norm * _sharpness(card, weights, embed, passages[-8:], output)
+    weights["output_norm.weight"] = norm * _sharpness(card, weights, embed, passages[-8:], output)
     return Start(weights, sizes)
 
 
@@ -279,17 +267,16 @@ def _fitted(card: HeadCard, examples: Examples) -> dict[str, Floats]:
     ridge[-1] = 1e-3
     found = np.linalg.solve(gram + np.diag(ridge), cross[:, :n])  # [n_in, n]
     embed, bias = found[-1 - n : -1], found[-1]
+    # What a row guesses, x · found, leads to the next state but for what its token adds.
+    guess_gram = found.T @ gram @ found
+    left = cross[:, n : 2 * n] - cross[:, 2 * n :] @ embed - np.outer(gram[:, -1], bias)
+    guess_gram[np.diag_indices(n)] += 0.01 * np.trace(guess_gram) / n + 1e-3
     fitted = {
         "head.fc.weight": found[: -1 - n].T / examples.sizes[:-n],
         "head.embed.weight": embed.T / examples.sizes[-n:],
         "head.embed.bias": bias,
+        "head.chain.weight": np.linalg.solve(guess_gram, found.T @ left).T,
     }
-    if card.kind == "chained":
-        # What a row guesses, x · found, leads to the next state but for what its token adds.
-        guess_gram = found.T @ gram @ found
-        left = cross[:, n : 2 * n] - cross[:, 2 * n :] @ embed - np.outer(gram[:, -1], bias)
-        guess_gram[np.diag_indices(n)] += 0.01 * np.trace(guess_gram) / n + 1e-3
-        fitted["head.chain.weight"] = np.linalg.solve(guess_gram, found.T @ left).T
     return {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in fitted.items()}
 
 
@@ -323,9 +310,7 @@ def _cold(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Floats
     if "norm" in name:
         return np.ones(shape, np.float32)
     # What is added to the rows begins with nothing.
-    if name.endswith((".bias", "attn_output.weight", "ffn_down.weight", "fc.weight")) or re.fullmatch(
-        r"head\.\d+\.weight", name
-    ):
+    if name.endswith((".bias", "attn_output.weight", "ffn_down.weight", "fc.weight")):
         return np.zeros(shape, np.float32)
     return (rng.standard_normal(shape) * _COLD).astype(np.float32)
 

@@ -21,7 +21,6 @@ from localspec.backends.base import FloatArray
 from localspec.errors import LocalspecError
 from localspec.heads.base import STATE, DraftHead
 from localspec.heads.card import ALL_TEXTS, CurvePoint, HeadCard
-from localspec.heads.trained import Head
 from localspec.heads.training.lessons import (
     NOWHERE,
     Cursor,
@@ -155,11 +154,6 @@ def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[Float
     passage = piece.passage
     states = passage.states[first:end].reshape(end - first, -1).astype(np.float32)
     with head.new_context(end - first + steps) as context:
-        if head.kind == "medusa":
-            assert isinstance(head, Head)
-            for state in states[piece.begin - first :]:
-                yield head.medusa_logits(context, state)
-            return
         tokens = passage.tokens[first + 1 :].tolist()
         # What lies behind the end of the passage is asked too, about anything: it is not counted.
         told = [*tokens, *[tokens[-1]] * steps]
@@ -168,17 +162,12 @@ def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[Float
             if place < piece.begin - first:
                 context.decode_floats(row, told[place : place + 1], "none")
                 continue
-            if head.kind == "parallel":
-                assert isinstance(head, Head)
-                together = np.concatenate([row, head.masks])
-                yield context.decode_floats(together, [0] * steps).logits.copy()
-            else:
-                found = list[FloatArray]()
-                for at in range(place, place + steps):
-                    forward = context.decode_floats(row, told[at : at + 1])
-                    found.append(forward.logits[0].copy())
-                    row = head.chained_rows(forward.hidden[STATE], told[at + 1 : at + 2])
-                yield np.stack(found)
+            found = list[FloatArray]()
+            for at in range(place, place + steps):
+                forward = context.decode_floats(row, told[at : at + 1])
+                found.append(forward.logits[0].copy())
+                row = head.chained_rows(forward.hidden[STATE], told[at + 1 : at + 2])
+            yield np.stack(found)
             context.truncate(place + 1)
 
 
