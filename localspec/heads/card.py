@@ -20,10 +20,9 @@ from localspec.model_files.vocab import Vocab
 ARCHITECTURE = "localspec-head"
 VERSION = 1
 
-# chained: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). eagle3: the same in
-# llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see kinds.eagle3. exit: untrained, the target's last norm for a
-# state after some layer (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710).
-Kind = Literal["chained", "eagle3", "exit"]
+# chained: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). exit: untrained, the
+# target's last norm for a state after some layer (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710).
+Kind = Literal["chained", "exit"]
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
@@ -103,7 +102,7 @@ class Training:
     machine: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)  # of programs and libraries
     curve: tuple[CurvePoint, ...] = ()  # on held-out answers
-    acceptance: Rates = field(default_factory=dict)  # of the head as it is in the file, on held-out answers
+    acceptance: Rates = field(default_factory=dict)  # of the head in full precision, on held-out answers
     earlier: tuple[str, ...] = ()  # commands of the heads that it started from, the first one first
 
     @property
@@ -187,15 +186,15 @@ class HeadCard:
         n, n_q, n_kv = self.n_embd, self.n_head * self.d_head, self.n_head_kv * self.d_head
         if self.kind == "exit":
             return {"output_norm.weight": (n,)}
-        n_in, further = n, dict[str, tuple[int, ...]]()
-        if self.kind == "eagle3":  # its attention reads the token and the state side by side
-            n_in, further = 2 * n, {"fc.weight": (n, len(self.taps) * n), "blk.0.attn_norm_2.weight": (n,)}
-        else:
-            further = {"head.fc.weight": (n, len(self.taps) * n), "head.embed.weight": (n, n), "head.embed.bias": (n,)}
-            further["head.chain.weight"] = (n, n)
-        return further | block_shapes("blk.0", n, n_q, n_kv, self.d_ff, n_in) | {"output_norm.weight": (n,)}
+        return {
+            "head.fc.weight": (n, len(self.taps) * n),
+            "head.embed.weight": (n, n),
+            "head.embed.bias": (n,),
+            "head.chain.weight": (n, n),
+            "output_norm.weight": (n,),
+        } | block_shapes("blk.0", n, n_q, n_kv, self.d_ff, n)
 
-    def layer_metadata(self, architecture: str) -> dict[str, Any]:
+    def layer_metadata(self) -> dict[str, Any]:
         """What an engine reads of its layer; where it has none, of the narrowest there can be."""
         own = self.n_head, self.n_head_kv, self.d_head, self.d_ff
         n_head, n_head_kv, d_head, d_ff = own if self.has_block else (1, 1, NARROW, NARROW)
@@ -212,13 +211,7 @@ class HeadCard:
             "rope.dimension_count": d_head,
             "rope.freq_base": float(self.rope_base),
         }
-        return {f"{architecture}.{name}": value for name, value in sizes.items()}
-
-    def optional_shapes(self) -> dict[str, tuple[int, ...]]:
-        if not self.has_block or self.kind == "eagle3":
-            return {}
-        n_q, n_kv = self.n_head * self.d_head, self.n_head_kv * self.d_head
-        return {f"blk.0.attn_{part}.bias": (n,) for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv))}
+        return {f"llama.{name}": value for name, value in sizes.items()}
 
     def metadata(self) -> dict[str, Any]:
         numbers = {name: getattr(self, name) for name in ("steps", "n_head", "n_head_kv", "d_head", "d_ff")}
@@ -250,8 +243,6 @@ class HeadCard:
                 raise ModelFileError(f"{name} is damaged: localspec.head.{key} is {shown(value)}; make it again")
             return value
 
-        if get("kind", str) == "eagle3":
-            raise ModelFileError(f"{name} is damaged: an EAGLE-3 head has another file; make it again")
         version = get("version", int)
         if version != VERSION:
             raise UnsupportedModel(f"{name} is a head of version {version}; this localspec reads version {VERSION}")

@@ -149,15 +149,13 @@ class HeadDrafter(Drafter):
         self._n_true = first - self._first
         return range(first, end)
 
-    def _true_rows(self, positions: range) -> FloatArray:
-        states = self._states.between(positions.start, positions.stop)
-        return self.head.true_rows(self.context, states, self._text[positions.start + 1 : positions.stop + 1])
-
     def _read(self, positions: range, logits: Wanted = "last", n_best: int = 0) -> Forward:
         """Put true rows into the memory, in the place of those after the true ones it has."""
         names = self._text[positions.start + 1 : positions.stop + 1]
+        states = self._states.between(positions.start, positions.stop)
+        rows = self.head.true_rows(self.context, states, names)
         self.context.truncate(self._n_true)  # rows of drafts are after the true ones
-        forward = self._decode(self._true_rows(positions), names, logits, n_best)
+        forward = self._decode(rows, names, logits, n_best)
         self._n_true += len(names)
         return forward
 

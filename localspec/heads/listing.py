@@ -72,5 +72,4 @@ def _published(head: PublishedHead) -> dict[str, Any]:
         "engines": list(head.engines),
         "borrows": list(head.borrows),
         "block": {"rows": head.block.size, "guesses": head.block.n_guesses} if head.block else None,
-        "training": asdict(head.training) if head.training is not None else None,
     }

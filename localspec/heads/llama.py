@@ -44,12 +44,12 @@ class LlamaHeadModel(Model):
         n_gpu_layers: as for ``backends.load``.
 
     Raises:
-        UnsupportedModel: the engine has no kernels for it.
+        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
         ModelFileError: it is damaged.
         EngineError: the engine refuses it, or the installed version lacks what it takes.
     """
 
-    def __init__(self, head: PublishedHead, target: Model, *, n_threads: int, n_gpu_layers: int | None = None) -> None:
+    def __init__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None = None) -> None:
         self.head, self.binding = head, binding()
         layers = gpu_layers(n_gpu_layers)
         self._own = not head.in_target
@@ -78,7 +78,11 @@ class LlamaHeadModel(Model):
             raise EngineError(f"{self.engine} could not load {head.path.name}; use --verbose for engine output")
         self.handle = handle
         try:
-            self._check_width()
+            n_vocab = self.binding.n_vocab(handle)
+            if n_vocab != head.n_vocab:
+                raise UnsupportedModel(
+                    f"{self.path.name} declares {head.n_vocab} tokens, but the engine finds {n_vocab}"
+                )
             if head.borrows:
                 lender = self._lender(target)
                 # A small context that is never fed does for the engine to find matrices.
@@ -94,13 +98,6 @@ class LlamaHeadModel(Model):
         alone = not scores and not self.head.reads  # rows of several sequences take turns in a memory that it reads
         able = self.binding.finds_best and alone and self.capabilities.device == "gpu" and self._lender_on_gpus
         return able and best_pays(self, head_pass)
-
-    def _check_width(self) -> None:
-        n_vocab = self.binding.n_vocab(self.handle)
-        if n_vocab != self.head.n_vocab:
-            raise UnsupportedModel(
-                f"{self.path.name} declares {self.head.n_vocab} tokens, but the engine finds {n_vocab}"
-            )
 
     def _handle_of(self, target: Model) -> int:
         if not isinstance(target, LlamaModel) or target.binding is not self.binding:
@@ -399,8 +396,3 @@ class LlamaBlockContext(LlamaHeadContext):
             return Forward(self._functions.nextn(self._handle, len(block), self.model.head.n_embd))
         _, logits, ids = self._with_logits(compute, self.n_past, len(block), n_best)
         return Forward(logits, ids=ids)
-
-
-def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:
-    """See ``LoadHeadModel``."""
-    return LlamaHeadModel(head, target, n_threads=n_threads, n_gpu_layers=n_gpu_layers)

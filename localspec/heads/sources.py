@@ -183,20 +183,16 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
             context.decode_floats(_rows(1, model.n_embd), [0])
             context.truncate(0)
 
-    def text(_: Model) -> list[int]:
-        return WHOLE.tokens(target)
-
-    def names(_: Model) -> list[int]:
-        return [0]  # of rows, which do not matter
-
-    if head.kind == "block":
-        return PassKind(lambda _, n: head.new_context(n), names, block)
     if head.kind == "following":
-        return PassKind(lambda _, n: target.new_context(n), text, following_row)
+        return PassKind(lambda _, n: target.new_context(n), lambda _: WHOLE.tokens(target), following_row)
     if head.kind == "exit":
-        return PassKind(lambda _, n: target.new_context(n, hidden=head.taps), text, first_layers)
-    chained = head.kind == "chained" and isinstance(head, Head)
-    return PassKind(lambda _, n: model.new_context(n, hidden=hidden), names, true_rows if chained else rows)
+        taps = head.taps
+        return PassKind(lambda _, n: target.new_context(n, hidden=taps), lambda _: WHOLE.tokens(target), first_layers)
+    # The names of rows do not matter.
+    if head.kind == "block":
+        return PassKind(lambda _, n: head.new_context(n), lambda _: [0], block)
+    passes = true_rows if isinstance(head, Head) else rows
+    return PassKind(lambda _, n: model.new_context(n, hidden=hidden), lambda _: [0], passes)
 
 
 # An untrained head for states that leave the target early: its last norm, and rows of its output matrix.

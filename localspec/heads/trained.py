@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,9 @@ import numpy.typing as npt
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.registry import engine_module
 from localspec.backends.repack import MARK
-from localspec.backends.trust import verdict_key, verdicts
-from localspec.errors import EngineMismatch, LocalspecError, UsageError
-from localspec.heads.assembly import OUTPUT_TYPES, assemble, engine_file
-from localspec.heads.base import STATE, DraftHead, row_by_row, verdict_on
+from localspec.errors import LocalspecError, UsageError
+from localspec.heads.assembly import assemble, engine_file
+from localspec.heads.base import STATE, DraftHead, check_alike, row_by_row
 from localspec.heads.card import Kind, TargetFacts
 from localspec.heads.file import check_head, find_heads, head_weights, read_card
 from localspec.heads.products import products
@@ -69,14 +68,10 @@ class Head(DraftHead):
         return min(MAX_STATES, n_ctx // 2)
 
     def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        return self.fuse(states) + self.embed(tokens)
+        return self._times(_FC, states) + self.embed(tokens)
 
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        return self.chain(state) + self.embed(tokens)
-
-    def fuse(self, states: FloatArray) -> FloatArray:
-        """``fc · s``: tapped states side by side, in the order of ``taps`` [n, n_taps * n_embd] -> [n, n_embd]."""
-        return self._times(_FC, states)
+        return self._times(_CHAIN, state) + self.embed(tokens)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
         """``W · E[token] + b`` [n, n_embd]; UsageError for an id outside the target's vocabulary."""
@@ -94,14 +89,10 @@ class Head(DraftHead):
             self._cache.popitem(last=False)
         return found
 
-    def chain(self, states: FloatArray) -> FloatArray:
-        """``C · g`` [n, n_embd]."""
-        return self._times(_CHAIN, states)
-
     def close(self) -> None:
         self._times.close()
-        self.model.close()
         self._target.close()
+        super().close()
 
     def __enter__(self) -> Head:
         return self
@@ -172,29 +163,18 @@ def load_head(
     if card.target.fingerprint != facts.fingerprint:
         made_for = card.target.name
         warn(f"{path.name}: it was trained for another file of this shape ({made_for}), so it may guess worse")
-    options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
-    for output_type in OUTPUT_TYPES:
-        place = engine_file(path, target, facts.fingerprint, output_type)
-        key = verdict_key(backend, options, place.name)
-        verdict = verdicts().get(key)
-        if verdict is None or verdict["holds"]:
-            if not place.exists():
-                say(f"putting {path.name} together with rows of {target.name} (once)")
-            assemble(place, path, target, output_type)
-            model: Model = engine_module(backend).load(place, **options)
-            try:
-                head = Head(path, target, model)
-                if model.capabilities.batch_invariant:
-                    return head
-                verdict = verdict_on(model, key, path.name, partial(_disagreement, head), say)
-            except BaseException:
-                model.close()
-                raise
-            if verdict["holds"]:
-                return head
-            head.close()
-        why = verdict["why"]
-    raise EngineMismatch(f"{backend} gives different results for {path.name} row by row and in one pass: {why}")
+    place = engine_file(path, target, facts.fingerprint)
+    if not place.exists():
+        say(f"putting {path.name} together with rows of {target.name} (once)")
+    assemble(place, path, target)
+    model: Model = engine_module(backend).load(place, n_threads=n_threads, n_gpu_layers=n_gpu_layers)
+    try:
+        head = Head(path, target, model)
+        check_alike(model, path, place.name, n_gpu_layers, lambda: _disagreement(head), say)
+    except BaseException:
+        model.close()
+        raise
+    return head
 
 
 def _disagreement(head: Head) -> float:
@@ -202,7 +182,7 @@ def _disagreement(head: Head) -> float:
     rng, n = np.random.default_rng(0), sum(_TIMED_WIDTHS)
     rows = rng.standard_normal((n, head.card.n_embd)).astype(np.float32)
     if head.card.has_block:
-        tokens = head.token_map[:n].tolist()
-        rows[: len(tokens)] = head.embed(tokens) + head.fuse(np.tile(rows[: len(tokens)], len(head.taps)))
+        tokens = rng.choice(head.token_map, n).tolist()
+        rows = head.chained_rows(rows, tokens)
     with head.new_context(n) as context:
         return row_by_row(context, rows, range(n), _TIMED_WIDTHS)

@@ -6,6 +6,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from tests.support import ggufs
 from tests.support.gguf_vocabs import bpe_vocab
 from tests.support.heads import write_random_head
 
-KINDS = {"chained": {"biases": True}, "exit": {"taps": ("layer:0",), "steps": 1}}
+KINDS: dict[str, Any] = {"chained": {}, "exit": {"taps": ("layer:0",), "steps": 1}}
 
 KEYS: list[str] = table("heads", "KEYS")
 
@@ -73,7 +74,7 @@ def use(head: Head) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[Check]:
-    target = ggufs.write_llama(folder / "target.gguf", SMALL, bpe_vocab(300))
+    target = ggufs.write_llama(folder / "target.gguf", replace(SMALL, n_layer=2), bpe_vocab(300))
 
     def write(kind: Any) -> Any:
         return lambda path: write_random_head(target, path, kind, n_out=50, **KINDS[kind])

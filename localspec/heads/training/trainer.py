@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import FloatArray
 from localspec.errors import LocalspecError
-from localspec.heads.base import STATE, DraftHead
-from localspec.heads.card import ALL_TEXTS, CurvePoint, HeadCard
+from localspec.heads.card import ALL_TEXTS, CurvePoint, HeadCard, Training
 from localspec.heads.training.lessons import (
     NOWHERE,
-    Cursor,
     Embed,
     Packer,
     Reading,
     Size,
     Stretch,
     first_lesson,
-    memory_of,
     n_lessons,
 )
 from localspec.heads.training.network import HeadNetwork, Weights
@@ -38,10 +34,11 @@ from localspec.heads.training.shards import Passage
 from localspec.heads.training.start import Start
 from localspec.system.files import write_atomically
 
-# How often a head is right about text that it has not seen.
+# How often a head is right about text that it has not seen: at the first places of held-out passages.
 
-_SIZE = Size(n_rows=1024, n_lessons=257, n_starts=256)
-_N_TESTED = 2000  # places, about: they give a share to within 0.02 (two standard errors)
+_N_PASSAGES, _N_PLACES = 32, 64  # 2,048 places give a share to within 0.02 (two standard errors)
+_PER_CATEGORY = 4  # least passages of each category, where there are so many
+_SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)  # of a batch, which has one passage
 
 
 class Tally:
@@ -64,111 +61,35 @@ class Tally:
         return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
 
 
-class HeldOutTest:
-    """The same places of held-out passages, asked again and again while a head is trained; spread evenly."""
-
-    def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed) -> None:
-        self._packer = Packer(card.token_map, embed, _SIZE, card.steps, memory_of(card.kind))
-        stride = max(1, -(-sum(map(n_lessons, passages)) // _N_TESTED))
-        self._groups = list(self._grouped(passages, stride))
-
-    def _grouped(self, passages: Sequence[Passage], stride: int) -> Iterator[list[Stretch]]:
-        group, rows, lessons = list[Stretch](), 0, 0
-        for piece in (piece for passage in passages for piece in self._pieces(passage, stride)):
-            n_rows, n = self._packer.rows_of(piece), len(places(piece))
-            if group and (rows + n_rows >= _SIZE.n_rows or lessons + n > _SIZE.n_starts):
-                yield group
-                group, rows, lessons = [], 0, 0
-            group.append(piece)
-            rows, lessons = rows + n_rows, lessons + n
-        if group:
-            yield group
-
-    def _pieces(self, passage: Passage, stride: int) -> Iterator[Stretch]:
-        at, last = first_lesson(passage), first_lesson(passage) + n_lessons(passage)
-        while at < last:
-            # A piece sees at most as many places before it as it may have lessons; so two of these halves always fit.
-            end = min(last, at + _SIZE.n_starts * min(stride, 2))
-            yield Stretch(passage, at, end, stride, self._packer.memory)
-            at += -(-(end - at) // stride) * stride
-
-    def rates(
-        self, network: HeadNetwork, weights: Weights, stopping: Callable[[], bool] = lambda: False
-    ) -> dict[str, tuple[float, ...]] | None:
-        """As ``Tally.rates``; tokens outside of the trimmed vocabulary are wrong. None if ``stopping`` came first."""
-        found = Tally()
-        for group in self._groups:
-            if stopping():
-                return None
-            n = sum(len(places(piece)) for piece in group)
-            batch = self._packer.pack(group, np.arange(n, dtype=np.int32))
-            guessed, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
-            at = 0
-            for piece in group:
-                here = slice(at, at := at + len(places(piece)))
-                found.add(piece.passage.category, guessed[:, here], true[:, here])
-        return found.rates()
-
-
-def places(piece: Stretch) -> range:
-    return range(piece.begin, piece.end, piece.stride)
-
-
-# How often a head is right on an engine, as a drafter makes its guesses.
-
-_N_PLACES = 64  # places asked of a passage, from its first lesson on
-
-_PER_CATEGORY = 4  # least passages of each category, where there are so many
-
-
-def engine_rates(
-    head: DraftHead, passages: Sequence[Passage], steps: int, memory: int, n_passages: int = 32
-) -> dict[str, tuple[float, ...]]:
-    """As ``Tally.rates``, by an engine's guesses at the first places of about so many passages, evenly chosen, and more
-    of a category with few among them. For ``memory`` see ``memory_of``."""
-    tally = Tally()
-    for passage in evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages):
-        begin = first_lesson(passage)
-        piece = Stretch(passage, begin, begin + min(_N_PLACES, n_lessons(passage)), memory=memory)
-        best = np.array([rows.argmax(1) for rows in engine_logits(head, piece, steps)]).T  # [steps, n]
-        # Step k at place p guesses token p + 2 + k, which the target's logits after token p + 1 + k are for.
-        at = np.arange(piece.begin, piece.end) + 1 + np.arange(steps)[:, None]
-        true = np.where(at < len(passage), passage.top_ids[np.minimum(at, len(passage) - 1), 0], NOWHERE)
-        tally.add(passage.category, head.token_map[best], true)
-    return tally.rates()
-
-
-def evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
-    """About n of the passages, and of each category at least ``_PER_CATEGORY``, or all there are."""
-    chosen = set(range(0, len(passages), max(1, len(passages) // n))[:n])
+def places_tested(passages: Sequence[Passage]) -> list[Stretch]:
+    """The first places of about ``_N_PASSAGES``, evenly chosen, and more of a category with few among them."""
+    passages = [passage for passage in passages if n_lessons(passage) > 0]
+    chosen = set(range(0, len(passages), max(1, len(passages) // _N_PASSAGES))[:_N_PASSAGES])
     for category in {passage.category for passage in passages}:
         own = [i for i, passage in enumerate(passages) if passage.category == category]
         missing = max(0, min(_PER_CATEGORY, len(own)) - len(chosen.intersection(own)))
         chosen.update([i for i in own if i not in chosen][:missing])
-    return [passages[i] for i in sorted(chosen)]
+    begins = [(passages[i], first_lesson(passages[i])) for i in sorted(chosen)]
+    return [Stretch(each, begin, begin + min(_N_PLACES, n_lessons(each))) for each, begin in begins]
 
 
-def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[FloatArray]:
-    """An engine's logits of every step [steps, n_out], at every place; steps are given the passage's tokens."""
-    first, end = piece.first_row, piece.end
-    passage = piece.passage
-    states = passage.states[first:end].reshape(end - first, -1).astype(np.float32)
-    with head.new_context(end - first + steps) as context:
-        tokens = passage.tokens[first + 1 :].tolist()
-        # What lies behind the end of the passage is asked too, about anything: it is not counted.
-        told = [*tokens, *[tokens[-1]] * steps]
-        rows = head.true_rows(context, states, told[: end - first])
-        for place, row in enumerate(rows[:, None]):
-            if place < piece.begin - first:
-                context.decode_floats(row, told[place : place + 1], "none")
-                continue
-            found = list[FloatArray]()
-            for at in range(place, place + steps):
-                forward = context.decode_floats(row, told[at : at + 1])
-                found.append(forward.logits[0].copy())
-                row = head.chained_rows(forward.hidden[STATE], told[at + 1 : at + 2])
-            yield np.stack(found)
-            context.truncate(place + 1)
+def network_rates(
+    network: HeadNetwork,
+    weights: Weights,
+    packer: Packer,
+    tested: Sequence[Stretch],
+    stopping: Callable[[], bool] = lambda: False,
+) -> dict[str, tuple[float, ...]] | None:
+    """As ``Tally.rates``; tokens outside of the trimmed vocabulary are wrong. None if ``stopping`` came first."""
+    found = Tally()
+    for piece in tested:
+        if stopping():
+            return None
+        n = piece.end - piece.begin
+        batch = packer.pack([piece], np.arange(n, dtype=np.int32))
+        guessed, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
+        found.add(piece.passage.category, guessed, true)
+    return found.rates()
 
 
 CHECKPOINT_SECONDS = 50.0  # between checkpoints: with what a step and the writing take, at most a minute's work is lost
@@ -241,12 +162,12 @@ class Trainer:
         self.card = card
         half = half_is_faster() if self.settings.half is None else self.settings.half
         self.network = HeadNetwork(card, output, half=half)
-        self._packer = Packer(card.token_map, embed, self.settings.size, card.steps, memory_of(card.kind))
+        self._packer = Packer(card.token_map, embed, self.settings.size, card.steps)
         self._passages = passages
-        self._test_set = HeldOutTest(held_out, card, embed)
+        self._test_packer, self._tested = Packer(card.token_map, embed, _SIZE, card.steps), places_tested(held_out)
         self._path = checkpoint
         self._parts: dict[str, Weights] = {"weights": {}, "sizes": {}, "first": {}, "second": {}}
-        self._cursor = Cursor(self.settings.seed)
+        self._place = (0, 0)  # of ``Reading``
         self.step = self.tokens_seen = 0
         self.seconds = self.rate = 0.0
         self.curve: list[CurvePoint] = []
@@ -264,6 +185,10 @@ class Trainer:
     @property
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
         return {name: np.array(value) for name, value in self._parts["weights"].items()}
+
+    def rates(self, stopping: Callable[[], bool] = lambda: False) -> dict[str, tuple[float, ...]] | None:
+        """Acceptance at held-out places; see ``network_rates``."""
+        return network_rates(self.network, self._parts["weights"], self._test_packer, self._tested, stopping)
 
     def train(
         self,
@@ -283,22 +208,21 @@ class Trainer:
         Returns:
             Whether the time is over.
         """
-        reading = Reading(self._passages, self._packer, self._cursor)
+        reading = Reading(self._passages, self._packer, self.settings.seed, self._place)
         while not stopping():
             tested = self.curve[-1].minutes if self.curve else -test_every
             over, minutes = self.seconds >= seconds, self.seconds / 60
             if 60 * (minutes - tested) >= test_every or (over and minutes > tested):
-                rates = self._test_set.rates(self.network, self._parts["weights"], stopping)
+                rates = self.rates(stopping)
                 if rates is None:
                     break
                 self.curve.append(CurvePoint(self.tokens_seen, minutes, rates))
                 report()
             if over:
                 break
-            before = replace(self._cursor)
             if not self._one_step(reading, seconds, stopping):
-                self._cursor = before
                 break
+            self._place = reading.place
             report()
             if time.monotonic() - self._saved > CHECKPOINT_SECONDS:
                 self.save()
@@ -331,9 +255,9 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        facts = {"format": _FORMAT, "head": self._identity(), "cursor": asdict(self._cursor), "step": self.step}
+        facts = {"format": _FORMAT, "head": self._identity(), "place": self._place, "step": self.step}
         facts |= {"tokens": self.tokens_seen, "seconds": self.seconds, "rate": self.rate}
-        facts["curve"] = [asdict(point) for point in self.curve]
+        facts["curve"] = Training(curve=tuple(self.curve)).to_json()
         arrays: dict[str, Any] = {
             f"{part}/{name}": np.asarray(value) for part, group in self._parts.items() for name, value in group.items()
         }
@@ -341,26 +265,24 @@ class Trainer:
             np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
         self._saved = time.monotonic()
 
-    def _identity(self) -> list[Any]:
+    def _identity(self) -> str:
         card = self.card
-        return [card.kind, list(card.taps), card.target.fingerprint, int(card.token_map.sum()), card.shapes()]
+        return f"{card.taps} of {card.target.fingerprint}, {card.token_map.sum()}, {card.shapes()}"
 
     def _load(self) -> None:
         try:
             with self._path.open("rb") as opened, np.load(opened) as file:
                 facts = json.loads(str(file["facts"]))
-                if facts["format"] != _FORMAT or facts["head"] != json.loads(json.dumps(self._identity())):
+                if facts["format"] != _FORMAT or facts["head"] != self._identity():
                     raise CheckpointError(f"{self._path.name} is of another head; remove it, or finish that one first")
                 for part, group in self._parts.items():
                     names = (name for name in file if name.startswith(f"{part}/"))
                     group |= {name.partition("/")[2]: jnp.array(file[name]) for name in names}
-            self._cursor = Cursor(**facts["cursor"])
+            epoch, index = facts["place"]
+            self._place = int(epoch), int(index)
             self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens"])
             self.seconds, self.rate = float(facts["seconds"]), float(facts["rate"])
-            self.curve = [
-                CurvePoint(p["tokens_seen"], p["minutes"], {k: tuple(v) for k, v in p["acceptance"].items()})
-                for p in facts["curve"]
-            ]
+            self.curve = list(Training.from_json(facts["curve"]).curve)
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise CheckpointError(f"{self._path.name} is damaged ({error}); remove it to begin anew") from None
 

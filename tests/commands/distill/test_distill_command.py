@@ -125,7 +125,7 @@ def test_without_a_terminal_the_end_says_what_came_of_it(
     distill = Mock(return_value=made(0.9, tmp_path))
     monkeypatch.setattr(command, "distill", distill)
     done = localspec("distill", tiny.quick.target, "--backend", "reference")
-    assert (done.returncode, distill.call_args.kwargs["command"]) == (0, "localspec distill")  # the card adds the rest
+    assert done.returncode == 0
     said = "".join(done.stdout.decode().split())  # lines are broken anywhere
     for part in ("tokenspersecondwiththehead", "notkept,asitdoesnotpayhere", "head.gguf"):
         assert part in said

@@ -170,10 +170,10 @@ class Oracle:
         self.memory.truncate(0)
         if head.kind == "exit":
             return self.memory.decode_floats(states[-1:], [0]).logits[0]
-        rows = head.fuse(states[first : n_settled - 1]) + head.embed(text[first + 1 : n_settled])
+        rows = head.true_rows(self.memory, states[first : n_settled - 1], text[first + 1 : n_settled])
         forward = self.memory.decode_floats(rows, [0] * len(rows))
         for token in text[n_settled:]:
-            forward = self.memory.decode_floats(head.chain(forward.hidden[STATE][-1:]) + head.embed([token]), [0])
+            forward = self.memory.decode_floats(head.chained_rows(forward.hidden[STATE][-1:], [token]), [0])
         return forward.logits[-1]
 
     def agrees(self, asked: Asked) -> bool:
