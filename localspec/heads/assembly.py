@@ -70,7 +70,7 @@ def assemble(place: Path, head: Path, target: Path) -> None:
 def _write(place: Path, head: GGUFFile, card: HeadCard, target: GGUFFile) -> None:
     output = new_tensor("token_embd.weight", (card.n_out, card.n_embd), matrix_type(_OUTPUT_TYPE, card.n_embd))
     own = [tensor for name, tensor in head.tensors.items() if not name.startswith("head.")]
-    idle = [] if card.has_block else _idle_block(card.n_embd)
+    idle = [] if card.kind == "chained" else _idle_block(card.n_embd)
     listed = [new_tensor(each.name, each.shape[::-1], each.type_name) for each in own]
     with write_atomically(place) as file:
         writer = GGUFOutput(file, _metadata(card), [output, *listed, *idle])

@@ -176,11 +176,6 @@ class HeadCard:
     def n_out(self) -> int:
         return len(self.token_map)
 
-    @property
-    def has_block(self) -> bool:
-        """Whether it has a layer of its own, which remembers its rows."""
-        return self.kind != "exit"
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors that it must have: name -> (rows, columns), or the length of a vector."""
         n, n_q, n_kv = self.n_embd, self.n_head * self.d_head, self.n_head_kv * self.d_head
@@ -197,7 +192,7 @@ class HeadCard:
     def layer_metadata(self) -> dict[str, Any]:
         """What an engine reads of its layer; where it has none, of the narrowest there can be."""
         own = self.n_head, self.n_head_kv, self.d_head, self.d_ff
-        n_head, n_head_kv, d_head, d_ff = own if self.has_block else (1, 1, NARROW, NARROW)
+        n_head, n_head_kv, d_head, d_ff = own if self.kind == "chained" else (1, 1, NARROW, NARROW)
         sizes = {
             "block_count": 1,
             "context_length": _N_CTX,

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray, Forward, Wanted, shared_prefix
 from localspec.heads.base import STATE, DraftHead, HeadContext
-from localspec.heads.published import EngineHead
 from localspec.heads.trained import Head
 from localspec.sampling.sampling import Ids, Row
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
@@ -276,7 +275,7 @@ class BlockHead(HeadDrafter):
     target's states alone. The block is as wide as the draft may become.
     """
 
-    head: EngineHead
+    context: HeadContext
     one_pass = True
 
     def _begin_round(self) -> None:
@@ -296,7 +295,7 @@ class BlockHead(HeadDrafter):
             self._read(unread, "none")
             n_wanted = min(n_drafted + plan.room, self.head.steps)
             last = self._text[-1]
-            self._rows, self._candidates = self.head.block_logits(self.context, last, n_wanted, proposer.n_best)
+            self._rows, self._candidates = self.context.guesses(last, n_wanted, proposer.n_best)
         elif n_drafted >= len(self._rows) or not plan.more(self.info.source):
             return []
         ids = self._ids if self._candidates is None else self._candidates[n_drafted]

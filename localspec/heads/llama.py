@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -191,13 +191,16 @@ class LlamaHeadContext(HeadContext):
         made: list[FloatArray] = []
         for start in range(0, len(states), ROWS):
             part = states[start : start + ROWS]
-            self._functions.clear(self._batch)
-            for i, row in enumerate(part):
-                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
-                # The engine insists on the next positions; what it computes does not depend on them.
-                self._place(at, self.n_past + i, wanted=True)
+            # The engine insists on the next positions; what it computes does not depend on them.
+            self._add_states(part, self.n_past, wanted=True)
             made.append(self._states(ENCODE, len(part)))
         return np.concatenate(made)
+
+    def _add_states(self, rows: FloatArray, position: int, *, wanted: bool) -> None:
+        self._functions.clear(self._batch)
+        for i, row in enumerate(rows):
+            at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
+            self._place(at, position + i, wanted=wanted)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._decode_rows(rows, tokens, logits, 0)
@@ -211,23 +214,18 @@ class LlamaHeadContext(HeadContext):
         n_before = len(tokens) - 1 if logits == "last" else len(tokens) * (logits == "none")
         if len(tokens) - n_before > ROWS:  # several passes, whose rows have to be alike
             n_best = 0
-        found: list[FloatArray] = []
-        states: list[FloatArray] = []
-        start, ids = 0, None
-        while start < len(tokens):
-            wanted = start >= n_before
-            end = min(start + ROWS, len(tokens) if wanted else n_before)
-
-            def compute(start: int = start, end: int = end, wanted: bool = wanted) -> FloatArray:
-                return self._compute(rows[start:end], tokens[start:end], self.n_past + start, wanted)
-
+        found, states, ids = list[FloatArray](), list[FloatArray](), None
+        chunks = [(start, min(start + ROWS, n_before)) for start in range(0, n_before, ROWS)]
+        chunks += [(start, min(start + ROWS, len(tokens))) for start in range(n_before, len(tokens), ROWS)]
+        for start, end in chunks:
+            position, wanted = self.n_past + start, start >= n_before
+            compute = partial(self._compute, rows[start:end], tokens[start:end], position, wanted)
             if wanted:
-                state, values, ids = self._with_logits(compute, self.n_past + start, end - start, n_best)
+                state, values, ids = self._with_logits(compute, position, end - start, n_best)
                 found.append(values)
             else:
                 state = compute()
             states.append(state)
-            start = end
         values = np.concatenate(found) if found else np.empty((0, self.model.n_vocab), dtype=np.float32)
         return Forward(values, {STATE: np.concatenate(states)} if STATE in self.hidden else {}, ids)
 
@@ -359,10 +357,7 @@ class LlamaBlockContext(LlamaHeadContext):
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         for start in range(0, len(rows), ROWS):
             part = rows[start : start + ROWS]
-            self._functions.clear(self._batch)
-            for i, row in enumerate(part):
-                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
-                self._place(at, self.n_past + start + i, wanted=False)
+            self._add_states(part, self.n_past + start, wanted=False)
             self._process(DECODE, len(part))
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 

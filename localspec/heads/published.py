@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from localspec.backends import trial
 from localspec.backends.base import NEXTN, Context, FloatArray, Model
@@ -118,12 +117,6 @@ class EngineHead(DraftHead):
         if not self.facts.fuses:
             return states
         return cast(HeadContext, context).fuse(states)
-
-    def block_logits(
-        self, context: Context, token: int, n: int, n_best: int = 0
-    ) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
-        """See ``HeadContext.guesses``."""
-        return cast(HeadContext, context).guesses(token, n, n_best)
 
 
 def published_for(target: Path, backend: str | None) -> list[Path]:
@@ -222,22 +215,22 @@ def disagreement(head: EngineHead, target: Model) -> float:
     states = rng.standard_normal((n, len(head.taps) * head.facts.n_target)).astype(np.float32)
     with head.new_context(n) as context:
         if head.facts.block:
-            return _block_disagreement(head, context, states, tokens)
+            return _block_disagreement(head, cast(HeadContext, context), states, tokens)
         if head.facts.reads:
             return _following_disagreement(cast(HeadContext, context), target, states, tokens)
         return row_by_row(context, head.true_rows(context, states, tokens), tokens, _WIDTHS)
 
 
-def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, tokens: Sequence[int]) -> float:
+def _block_disagreement(head: EngineHead, context: HeadContext, states: FloatArray, tokens: Sequence[int]) -> float:
     context.decode_floats(states, tokens, "none")
-    wide, wide_ids = head.block_logits(context, tokens[0], head.steps)
+    wide, wide_ids = context.guesses(tokens[0], head.steps)
     context.truncate(0)
     for width in _WIDTHS:
         part = slice(context.n_past, context.n_past + width)
         context.decode_floats(states[part], tokens[part], "none")
-        head.block_logits(context, tokens[0], 1)  # which has to leave nothing behind
+        context.guesses(tokens[0], 1)  # which has to leave nothing behind
         context.truncate(part.stop)
-    narrow, ids = head.block_logits(context, tokens[0], head.steps)
+    narrow, ids = context.guesses(tokens[0], head.steps)
     if ids is None or wide_ids is None:
         return agreement(narrow, wide).mean_kl
     # What is no candidate anywhere can differ by a hair; the first rows' candidates cannot all.

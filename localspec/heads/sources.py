@@ -20,7 +20,7 @@ from localspec.heads.card import HeadCard, TargetFacts
 from localspec.heads.drafters import HEAD_DRAFTERS
 from localspec.heads.file import heads_folder, write_head
 from localspec.heads.kinds import names_published_head
-from localspec.heads.published import EngineHead, load_published, published_for
+from localspec.heads.published import load_published, published_for
 from localspec.heads.trained import Head, heads_for, load_head, target_facts
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.vocab import Vocab
@@ -162,11 +162,10 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
         memory.decode_floats(head.true_rows(memory, states, tokens), tokens, "none" if logits == "none" else "last")
 
     def block(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
-        assert isinstance(head, EngineHead)
         n = memory.n_past + len(tokens)
         rows(memory, tokens, "none")
         if logits != "none":
-            head.block_logits(memory, tokens[-1], head.steps)
+            cast(HeadContext, memory).guesses(tokens[-1], head.steps)
             memory.truncate(n)
 
     def first_layers(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:

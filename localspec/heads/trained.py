@@ -54,7 +54,7 @@ class Head(DraftHead):
             self.taps, self.token_map, self.steps = card.taps, card.token_map, card.steps
             self.rate = card.training.first_rate
             matrices = list[FloatArray]()
-            if card.has_block:
+            if card.kind == "chained":
                 matrices = [head_weights(file, f"head.{part}.weight") for part in ("fc", "embed", "chain")]
                 self._bias = head_weights(file, "head.embed.bias")
         self._target = GGUFFile(target)
@@ -181,7 +181,7 @@ def _disagreement(head: Head) -> float:
     """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
     rng, n = np.random.default_rng(0), sum(_TIMED_WIDTHS)
     rows = rng.standard_normal((n, head.card.n_embd)).astype(np.float32)
-    if head.card.has_block:
+    if head.kind == "chained":
         tokens = rng.choice(head.token_map, n).tolist()
         rows = head.chained_rows(rows, tokens)
     with head.new_context(n) as context:

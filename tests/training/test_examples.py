@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,11 +47,18 @@ def model(reference: Backend, tiny: TinyFiles) -> Iterator[Model]:
 
 
 def make(
-    model: Model, n: int, n_sequences: int = 3, *, seed: int = 5, **options: Any
+    model: Model,
+    n: int,
+    n_sequences: int = 3,
+    *,
+    seed: int = 5,
+    material: Material | None = None,
+    is_tested_with: Callable[[str], bool] = lambda text: False,
+    done: Set[str] = frozenset(),
 ) -> tuple[list[Passage], ExampleMaker]:
     """The first n passages that come to their end."""
     with model.new_batch(n_sequences, n_sequences * 256, n_ctx=256, hidden=TAPS) as batch:
-        maker = ExampleMaker(model, format_of(model), batch, seed, longest_answer=40, **options)
+        maker = ExampleMaker(model, batch, seed, material or Material(), is_tested_with, done, 40)
         found: list[Passage] = []
         while len(found) < n:
             found += maker.step()
@@ -154,7 +160,7 @@ def test_greedy_answers_are_the_likeliest_tokens_and_the_others_are_not(passages
 
 def test_what_is_under_way_is_a_lesson_too(reference: Backend, tiny: TinyFiles) -> None:
     with reference.load(tiny.bpe) as model, model.new_batch(3, 3 * 256, n_ctx=256, hidden=TAPS) as batch:
-        maker = ExampleMaker(model, format_of(model), batch, 1)
+        maker = ExampleMaker(model, batch, 1, Material(), lambda text: False, set(), 320)
         for _ in range(200):
             maker.step()
             if len(cut := maker.unfinished()) == 3:

@@ -40,8 +40,6 @@ from localspec.heads.training.trainer import (  # noqa: E402
     CheckpointError,
     Trainer,
     TrainingSettings,
-    network_rates,
-    places_tested,
 )
 
 TAPS = ("layer:0", "norm")
@@ -107,10 +105,13 @@ def test_every_step_guesses_as_the_engine_does(tiny: TinyFiles, tmp_path: Path, 
     assert (guessed == expected.argmax(2))[real].mean() > 0.99
 
 
-def test_a_head_is_tested_place_by_place(trained: Trained) -> None:
+def test_a_head_is_tested_place_by_place(trained: Trained, tmp_path: Path) -> None:
     """And is right as often as an engine with the same weights."""
     passages, expected = written_by(trained.target, TAPS, [80, 50, 60]), list[bool]()
-    found = network_rates(trained.network, trained.weights, trained.packer(Size(256, 65, 64)), places_tested(passages))
+    weights = {name: np.asarray(value) for name, value in trained.weights.items()}
+    options: Any = (passages, passages, tmp_path / "checkpoint", STEADY)
+    one = Trainer(trained.card, lambda: Start(weights, {}), trained.output, trained.embed, *options)
+    found = one.rates()
     assert found is not None
     with load_head(trained.path, trained.target, "reference") as head:
         for passage in passages:
@@ -185,8 +186,8 @@ def trainer(tiny: TinyFiles, checkpoint: Path, passages: list[Passage], n_out: i
     return Trainer(card, begin, output, embed, passages[1:], passages[:1], checkpoint, STEADY)
 
 
-def train_to(one: Trainer, step: int) -> bool:
-    return one.train(1e9, lambda: None, lambda: one.step >= step)
+def train_to(one: Trainer, step: int) -> None:
+    one.train(1e9, lambda: None, lambda: one.step >= step)
 
 
 def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path) -> 
     passages = written_by(target, TAPS, [60, 90, 50, 70])
     whole = trainer(tiny, tmp_path / "whole", passages)
     before = whole.weights
-    assert not train_to(whole, 16)
+    train_to(whole, 16)
     with GGUFFile(target) as file:
         packer = Packer(whole.card.token_map, embedder(file), STEADY.size, 2)
         batch = jax.tree.map(jax.numpy.asarray, Reading(passages[1:], packer, 0).batch()[0])
@@ -205,7 +206,7 @@ def test_it_learns_and_goes_on_where_it_was(tiny: TinyFiles, tmp_path: Path) -> 
 
     for n in (7, 16):
         parts = trainer(tiny, tmp_path / "parts", passages)
-        assert not train_to(parts, n)
+        train_to(parts, n)
     assert parts.tokens_seen == whole.tokens_seen
     for name, value in whole.weights.items():
         np.testing.assert_array_equal(parts.weights[name], value, err_msg=name)
@@ -227,7 +228,7 @@ def test_a_stop_within_a_step_leaves_what_was_before_it(tiny: TinyFiles, tmp_pat
 
     gradients = one.network.gradients
     one.network.gradients = lambda *batch: dict.fromkeys(gradients(*batch), Unready())  # type: ignore[method-assign, assignment, return-value, arg-type]
-    assert not one.train(1e9, lambda: None, stopping)
+    one.train(1e9, lambda: None, stopping)
     before = trainer(tiny, tmp_path / "none", passages)
     again = trainer(tiny, tmp_path / "one", passages)
     assert again.step == 0
@@ -243,11 +244,11 @@ def test_a_stop_within_a_step_leaves_what_was_before_it(tiny: TinyFiles, tmp_pat
 def test_over_when_its_time_is_over(tiny: TinyFiles, tmp_path: Path) -> None:
     passages = written_by(tiny.quick.target, TAPS, [60, 90])
     one = trainer(tiny, tmp_path / "one", passages)
-    assert one.train(0.05, lambda: None, lambda: False, test_every=1e9)
+    one.train(0.05, lambda: None, lambda: False, test_every=1e9)
     curve = list(one.curve)
     assert len(curve) == 2  # at the beginning and at the end
     assert curve[0].tokens_seen == 0 < curve[1].tokens_seen == one.tokens_seen
-    assert one.train(0.05, lambda: None, lambda: False)  # and again: there is nothing more to do
+    one.train(0.05, lambda: None, lambda: False)  # and again: there is nothing more to do
     assert one.curve == curve
 
 

@@ -16,9 +16,8 @@ from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole, w
 from localspec.model_files.nextn import KeysAndValues
 from localspec.model_files.vocab import Vocab
 
-LLAMA_CPP = {
-    "llama-cpp": "localspec.heads.llama:LlamaHeadModel"
-}  # llama.cpp computes all kinds; see PublishedHead.engines
+# llama.cpp computes all kinds; see PublishedHead.engines
+LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:LlamaHeadModel"}
 
 # Matrices that a head has or borrows from its target
 OWN_TENSORS = {"embeddings": "token_embd.weight", "output": "output.weight"}

@@ -49,8 +49,6 @@ from localspec.system.files import home, is_same_file, write_atomically
 if TYPE_CHECKING:
     from localspec.heads.training.head_maker import HeadMaker
 
-_DIGITS = 16
-
 
 def _open_run(
     target: Path,
@@ -99,7 +97,7 @@ def _open_run(
             folder.earlier.unlink(missing_ok=True)
         else:
             data = earlier.read_bytes()
-            run.begins_with, run.begins_with_sha256 = earlier.name, hashlib.sha256(data).hexdigest()[:_DIGITS]
+            run.begins_with, run.begins_with_sha256 = earlier.name, hashlib.sha256(data).hexdigest()[:16]
             with write_atomically(folder.earlier, private=True) as file:
                 file.write(data)
             if seed is None and recipe is None and not resume:

@@ -268,9 +268,6 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 N_CTX_EACH = 512  # room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences.
 
-# Tokens. More answers teach more than longer ones, and a run that is stopped has more of them whole.
-LONGEST_ANSWER = 320
-
 LONGEST_READ = 512  # tokens of a text that are read in one piece
 ROWS_PER_PASS = 96  # most tokens of a pass: a chat that begins waits for it
 HELD_OUT = 16  # one passage in so many is kept for testing,
@@ -324,6 +321,7 @@ class ExampleMaker:
         material: its tests are begun first; the user's own are half of what is begun after them.
         is_tested_with: whether a prompt is among what heads are tested with; such a one is dropped.
         done: names of passages that there are already.
+        longest_answer: most tokens of an answer.
 
     Attributes:
         n_tokens: tokens that the target has said or read.
@@ -333,17 +331,15 @@ class ExampleMaker:
     def __init__(
         self,
         model: Model,
-        format: PromptFormat,
         batch: SequenceBatch,
         seed: int,
-        material: Material | None = None,
-        is_tested_with: Callable[[str], bool] = lambda text: False,
-        done: Set[str] = frozenset(),
-        *,
-        longest_answer: int = LONGEST_ANSWER,
+        material: Material,
+        is_tested_with: Callable[[str], bool],
+        done: Set[str],
+        longest_answer: int,
     ) -> None:
         self._model, self._vocab = model, model.vocab
-        self._format = format
+        self._format = format_of(model)
         self._batch = batch
         self._seed = seed
         self._longest_answer = longest_answer
@@ -352,7 +348,6 @@ class ExampleMaker:
         self.remarks: list[str] = []
         self.n_tokens = 0
         self._next_own = 1 + max((int(name[4:]) for name in done if name.startswith("own-")), default=-1)
-        material = material or Material()
         self._tests = self._sequences_of(material.tests, (), done)
         self._brought = self._sequences_of(material.asked, material.read, done)
         self._n_started = 0

@@ -24,7 +24,8 @@ from localspec.engine.options import LoadOptions
 from localspec.errors import Cancelled, EngineError, UsageError
 from localspec.heads.card import HeadCard, Training
 from localspec.heads.file import output_rows, read_card, write_head
-from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap, format_of
+from localspec.heads.training.examples import N_CTX_EACH, ExampleMaker, Material, Overlap
+from localspec.heads.training.lessons import n_lessons
 from localspec.heads.training.run_folder import (
     Effort,
     Phase,
@@ -120,13 +121,12 @@ class HeadMaker:
             batch = stack.enter_context(self._open_batch(file, model, taps))
             maker = ExampleMaker(
                 model,
-                format_of(model),
                 batch,
                 self._run.recipe.seed,
                 self._material,
                 self._tested,
                 self._shards.names,
-                longest_answer=self._effort.longest_answer,
+                self._effort.longest_answer,
             )
             self._make_examples(maker)
             for remark in [*self._shards.remarks, *maker.remarks]:
@@ -246,7 +246,7 @@ class HeadMaker:
 
         def begin() -> Start:
             if self._folder.earlier.exists():
-                return going_on(self._folder.earlier, file, card, embed_or_stop, learned)
+                return going_on(self._folder.earlier, card, embed_or_stop, learned)
             self.show("training", "fitting where to begin")
             return start(file, card, embed_or_stop, learned, recipe.seed)
 
@@ -275,6 +275,11 @@ class HeadMaker:
     def _write_head(self, trainer: Trainer, model: Model, command: str) -> HeadCard:
         """Write the head's file, with its acceptance at held-out places in the card."""
         self.show("testing", "testing the head on answers it has not seen")
+        earlier = list[str]()
+        if self._folder.earlier.exists():
+            before = read_card(self._folder.earlier).training
+            of = f"({before.data_tokens:,} tokens of data, {before.tokens_seen:,} seen)"
+            earlier = [*before.earlier, f"{before.command} {of}"]
         training = Training(
             command=command,
             seed=self._run.recipe.seed,
@@ -286,7 +291,7 @@ class HeadMaker:
             | {name: version(name) for name in ("numpy", "jax")},
             curve=tuple(trainer.curve),
             acceptance=trainer.rates() or {},
-            earlier=history(self._folder.earlier) if self._folder.earlier.exists() else (),
+            earlier=tuple(earlier),
         )
         card = replace(trainer.card, training=training)
         write_head(self._folder.head, card, trainer.weights)
@@ -294,12 +299,5 @@ class HeadMaker:
 
 
 def _suffice(passages: Sequence[Passage], n_places: int) -> bool:
-    n_learned = sum(len(passage) for passage in passages if not passage.held_out)
+    n_learned = sum(n_lessons(passage) for passage in passages if not passage.held_out)
     return n_learned >= n_places and any(passage.held_out for passage in passages)
-
-
-def history(path: Path) -> tuple[str, ...]:
-    """The commands that made an earlier head, and those that it started from."""
-    training = read_card(path).training
-    data, seen = training.data_tokens, training.tokens_seen
-    return (*training.earlier, f"{training.command} ({data:,} tokens of data, {seen:,} seen)")

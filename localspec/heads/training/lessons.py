@@ -12,10 +12,6 @@ import numpy.typing as npt
 from localspec.heads.trained import MAX_STATES
 from localspec.heads.training.shards import Passage
 
-# Places that a head sees at the first lesson of an answer, this one among them: as many as its drafter reads of a
-# prompt
-MEMORY = MAX_STATES
-
 _REACH = 192  # places seen before the first lesson of a piece that begins inside of a longer text
 
 # Tokens [n] -> their embeddings in the target [n, n_embd]
@@ -64,8 +60,8 @@ class Stretch:
 
     @property
     def first_row(self) -> int:
-        """The first place that its lessons see."""
-        return max(0, self.begin - _REACH, first_lesson(self.passage) + 1 - MEMORY)
+        """The first place that its lessons see: of a prompt as many as a drafter reads."""
+        return max(0, self.begin - _REACH, first_lesson(self.passage) + 1 - MAX_STATES)
 
 
 def first_lesson(passage: Passage) -> int:
@@ -82,8 +78,6 @@ class Packer:
     """Makes batches of pieces; ``token_map`` is the trimmed vocabulary, ascending [n_out]."""
 
     def __init__(self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int) -> None:
-        if size.n_rows < _REACH + steps + 2 or size.n_lessons < 2:
-            raise ValueError(f"batches of {size.n_rows} rows and {size.n_lessons} lessons are too small")
         self.size = size
         self._token_map = token_map
         self._embed = embed

@@ -57,7 +57,8 @@ class Effort:
     n_tests: int = 25  # tuning questions that the head is tested on; at most one for every two minutes
     n_questions: int = 12  # asked at most to measure what the head is worth
     max_tokens: int = 96  # of an answer then
-    longest_answer: int = 320  # tokens of an example
+    # Tokens of an example. More answers teach more than longer ones, and a run that is stopped has more of them whole.
+    longest_answer: int = 320
 
     def __post_init__(self) -> None:
         if not is_number(self.minutes) or not 0 < self.minutes <= MOST_MINUTES:

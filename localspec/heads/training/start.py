@@ -4,7 +4,7 @@ closed form, whose block adds nothing yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,13 +112,12 @@ def _misfit(card: HeadCard, wanted: HeadCard) -> str | None:
     return None
 
 
-def going_on(path: Path, target: GGUFFile, card: HeadCard, embed: Embed, passages: Sequence[Passage]) -> Start:
+def going_on(path: Path, card: HeadCard, embed: Embed, passages: Sequence[Passage]) -> Start:
     """The weights of an earlier head; its training data is not needed."""
     with GGUFFile(path) as file:
         check_head(file)
         weights = {name: head_weights(file, name) for name in file.tensors}
-    norm = tensor_rows(target, "output_norm.weight", slice(0, 1))[0]
-    return Start(weights, Examples(card, embed, norm, passages).sizes_by_matrix)
+    return Start(weights, _sizes(card, embed, passages))
 
 
 # -- a linear head in closed form --------------------------------------------------------------------------------------
@@ -137,98 +136,76 @@ _PROMPT_ROWS = 64  # rows of a prompt that are fitted to besides those of the an
 _OUTLIER = 4.0  # the first tokens of texts have states forty times as long as others; they are no examples
 
 
-class Examples:
-    """Rows of inputs and the rows that follow, passage by passage.
-
-    Args:
-        norm: the weight of the target's last norm, whose output is the last tap.
-
-    Attributes:
-        sizes: the usual size of each input: the states side by side, then an embedding.
-        weight: last states times this are u.
-    """
-
-    def __init__(self, card: HeadCard, embed: Embed, norm: Floats, passages: Sequence[Passage]) -> None:
-        self._embed, self._passages = embed, passages
-        # A channel that the last norm takes away cannot be told.
-        kept = np.abs(norm) > 1e-3 * np.median(np.abs(norm))
-        self.weight = np.where(kept, 1 / np.where(kept, norm, 1), 0).astype(np.float32)
-        some = np.concatenate([p.states[first_row(p) :][:256] for p in passages[:32]]).astype(np.float32)
-        self._longest = _OUTLIER * np.median(lengths_of(some), axis=0)
-        tokens = np.concatenate([p.tokens for p in passages[:32]])
-        states = np.median(np.abs(some), axis=0)
-        floor = 0.05 * np.median(states, axis=1, keepdims=True) + 1e-6
-        embedded = np.full(card.n_embd, np.median(np.abs(embed(tokens[:2048]))) + 1e-6)
-        self.sizes: Floats = 1.5 * np.concatenate([np.maximum(states, floor).ravel(), embedded]).astype(np.float32)
-
-    @property
-    def sizes_by_matrix(self) -> dict[str, Floats]:
-        n = self.weight.size
-        return {"head.fc.weight": self.sizes[:-n], "head.embed.weight": self.sizes[-n:]}
-
-    def __iter__(self) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
-        """Inputs of rows, u of the next token, the embedding of the one after it (sizes as in inputs), and its u."""
-        for passage in self._passages:
-            first, last = first_row(passage), len(passage) - 2
-            if last <= first:
-                continue
-            states = passage.states[first:last].reshape(last - first, -1).astype(np.float32)
-            x: Floats = np.concatenate([states, self._embed(passage.tokens[first + 1 : last + 1])], axis=1)
-            x /= self.sizes
-            u = passage.states[first + 1 : last + 2, -1].astype(np.float32) * self.weight
-            lengths = lengths_of(passage.states[first : last + 2].astype(np.float32))
-            usual = np.all(lengths < self._longest, axis=1)
-            usual = usual[:-2] & usual[1:-1] & usual[2:]
-            n = self.weight.size
-            after = self._embed(passage.tokens[first + 2 : last + 2]) / self.sizes[-n:]
-            yield x[usual], u[:-1][usual], after[usual], u[1:][usual]
-
-
-def first_row(passage: Passage) -> int:
-    return max(1, min(first_lesson(passage), len(passage) - 1) - _PROMPT_ROWS)
-
-
-def lengths_of(states: Floats) -> Floats:
-    lengths: Floats = np.sqrt(np.mean(states**2, axis=-1))
-    return lengths
-
-
 def start(file: GGUFFile, card: HeadCard, embed: Embed, passages: Sequence[Passage], seed: int) -> Start:
     """Fit a head to examples as far as that has a closed form; ``embed`` as for ``Trainer``.
 
     Memory: 16 bytes for each pair of inputs, of which there are (taps + 1) n_embd, and a tenth of a gigabyte.
     """
-    rng = np.random.default_rng(seed)
+    rng, sizes = np.random.default_rng(seed), _sizes(card, embed, passages)
     norm = tensor_rows(file, "output_norm.weight", slice(0, 1))[0]
-    examples = Examples(card, embed, norm, passages)
     weights = {name: _cold(name, shape, rng) for name, shape in card.shapes().items()}
-    return Start(weights | _fitted(card, examples) | {"output_norm.weight": norm}, examples.sizes_by_matrix)
+    return Start(weights | _fitted(card, norm, sizes, embed, passages) | {"output_norm.weight": norm}, sizes)
 
 
-def _fitted(card: HeadCard, examples: Examples) -> dict[str, Floats]:
-    """fc, W, b and C."""
-    n, n_in = card.n_embd, len(examples.sizes) + 1
-    gram = np.zeros((n_in, n_in))
-    cross = np.zeros((n_in, 3 * n))
-    rows = 0
-    for x, u, after, u_after in examples:
-        x = np.concatenate([x, np.ones((len(x), 1), np.float32)], axis=1)
+def _sizes(card: HeadCard, embed: Embed, passages: Sequence[Passage]) -> dict[str, Floats]:
+    """The usual size of each input, of the states side by side and of an embedding; see ``Start``."""
+    states = np.median(np.abs(_some_states(passages)), axis=0)
+    floor = 0.05 * np.median(states, axis=1, keepdims=True) + 1e-6
+    tokens = np.concatenate([passage.tokens for passage in passages[:32]])[:2048]
+    embedded = np.full(card.n_embd, np.median(np.abs(embed(tokens))) + 1e-6)
+    found = {"head.fc.weight": np.maximum(states, floor).ravel(), "head.embed.weight": embedded}
+    return {name: (1.5 * size).astype(np.float32) for name, size in found.items()}
+
+
+def _some_states(passages: Sequence[Passage]) -> Floats:
+    return np.concatenate([each.states[_first_row(each) :][:256] for each in passages[:32]]).astype(np.float32)
+
+
+def _first_row(passage: Passage) -> int:
+    return max(1, min(first_lesson(passage), len(passage) - 1) - _PROMPT_ROWS)
+
+
+def _lengths(states: Floats) -> Floats:
+    lengths: Floats = np.sqrt(np.mean(states**2, axis=-1))
+    return lengths
+
+
+def _fitted(
+    card: HeadCard, norm: Floats, sizes: dict[str, Floats], embed: Embed, passages: Sequence[Passage]
+) -> dict[str, Floats]:
+    """fc, W, b and C; ``norm`` is the weight of the target's last norm, whose output is the last tap."""
+    n, of_states, of_embedding = card.n_embd, sizes["head.fc.weight"], sizes["head.embed.weight"]
+    # A channel that the last norm takes away cannot be told.
+    kept = np.abs(norm) > 1e-3 * np.median(np.abs(norm))
+    weight = np.where(kept, 1 / np.where(kept, norm, 1), 0).astype(np.float32)  # last states times this are u
+    longest = _OUTLIER * np.median(_lengths(_some_states(passages)), axis=0)
+    n_in = len(of_states) + n + 1
+    gram, cross, n_rows = np.zeros((n_in, n_in)), np.zeros((n_in, 3 * n)), 0
+    for passage in passages:
+        first, last = _first_row(passage), len(passage) - 2
+        if last <= first or n_rows > ROWS_PER_INPUT * n_in:
+            continue
+        states = passage.states[first : last + 2].astype(np.float32)
+        tokens = embed(passage.tokens[first + 1 : last + 2]) / of_embedding
+        is_usual = np.all(_lengths(states) < longest, axis=1)
+        usual = is_usual[:-2] & is_usual[1:-1] & is_usual[2:]
+        u = states[1:, -1] * weight
+        inputs = states[:-2].reshape(last - first, -1) / of_states
+        x = np.concatenate([inputs, tokens[:-1], np.ones((last - first, 1), np.float32)], axis=1)[usual]
         gram += x.T @ x
-        cross += x.T @ np.concatenate([u, u_after, after], axis=1)
-        rows += len(x)
-        if rows > ROWS_PER_INPUT * n_in:
-            break
+        cross += x.T @ np.concatenate([u[:-1], u[1:], tokens[1:]], axis=1)[usual]
+        n_rows += len(x)
     ridge = np.full(n_in, RIDGE)
     ridge[-1] = 1e-3
     found = np.linalg.solve(gram + np.diag(ridge), cross[:, :n])  # [n_in, n]
-    embed, bias = found[-1 - n : -1], found[-1]
+    of_token, bias = found[-1 - n : -1], found[-1]
     # What a row guesses, x · found, leads to the next state but for what its token adds.
     guess_gram = found.T @ gram @ found
-    left = cross[:, n : 2 * n] - cross[:, 2 * n :] @ embed - np.outer(gram[:, -1], bias)
+    left = cross[:, n : 2 * n] - cross[:, 2 * n :] @ of_token - np.outer(gram[:, -1], bias)
     guess_gram[np.diag_indices(n)] += 0.01 * np.trace(guess_gram) / n + 1e-3
     fitted = {
-        "head.fc.weight": found[: -1 - n].T / examples.sizes[:-n],
-        "head.embed.weight": embed.T / examples.sizes[-n:],
+        "head.fc.weight": found[: -1 - n].T / of_states,
+        "head.embed.weight": of_token.T / of_embedding,
         "head.embed.bias": bias,
         "head.chain.weight": np.linalg.solve(guess_gram, found.T @ left).T,
     }

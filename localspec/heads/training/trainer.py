@@ -41,26 +41,6 @@ _PER_CATEGORY = 4  # least passages of each category, where there are so many
 _SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)  # of a batch, which has one passage
 
 
-class Tally:
-    """Counts of places where a head was right, by category."""
-
-    def __init__(self) -> None:
-        self._right: dict[str, Any] = defaultdict(int)
-        self._real: dict[str, Any] = defaultdict(int)
-
-    def add(self, category: str, guessed: npt.NDArray[np.int32], true: npt.NDArray[np.int32]) -> None:
-        """Count places by what was guessed there and what the target would say, or ``NOWHERE`` [steps, n]."""
-        right = np.logical_and.accumulate(guessed == true, axis=0).sum(1)
-        real = (true != NOWHERE).sum(1)
-        for name in (ALL_TEXTS, category):
-            self._right[name] += right
-            self._real[name] += real
-
-    def rates(self) -> dict[str, tuple[float, ...]]:
-        """Share of places at which the first n guesses are all the target's, for n = 1, 2, …; see ``Rates``."""
-        return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
-
-
 def places_tested(passages: Sequence[Passage]) -> list[Stretch]:
     """The first places of about ``_N_PASSAGES``, evenly chosen, and more of a category with few among them."""
     passages = [passage for passage in passages if n_lessons(passage) > 0]
@@ -71,25 +51,6 @@ def places_tested(passages: Sequence[Passage]) -> list[Stretch]:
         chosen.update([i for i in own if i not in chosen][:missing])
     begins = [(passages[i], first_lesson(passages[i])) for i in sorted(chosen)]
     return [Stretch(each, begin, begin + min(_N_PLACES, n_lessons(each))) for each, begin in begins]
-
-
-def network_rates(
-    network: HeadNetwork,
-    weights: Weights,
-    packer: Packer,
-    tested: Sequence[Stretch],
-    stopping: Callable[[], bool] = lambda: False,
-) -> dict[str, tuple[float, ...]] | None:
-    """As ``Tally.rates``; tokens outside of the trimmed vocabulary are wrong. None if ``stopping`` came first."""
-    found = Tally()
-    for piece in tested:
-        if stopping():
-            return None
-        n = piece.end - piece.begin
-        batch = packer.pack([piece], np.arange(n, dtype=np.int32))
-        guessed, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
-        found.add(piece.passage.category, guessed, true)
-    return found.rates()
 
 
 CHECKPOINT_SECONDS = 50.0  # between checkpoints: with what a step and the writing take, at most a minute's work is lost
@@ -114,7 +75,6 @@ class TrainingSettings:
     learning_rate: float = 2e-4  # the highest
     warm_up: int = 20  # steps to the highest rate
     final: float = 0.05  # share of the highest that it falls to, along a cosine, when the time is over
-    decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0  # largest norm of a step's gradient
     half: bool | None = None  # multiply in bfloat16; None asks the machine
@@ -156,9 +116,9 @@ class Trainer:
         passages: Sequence[Passage],
         held_out: Sequence[Passage],
         checkpoint: Path,
-        settings: TrainingSettings | None = None,
+        settings: TrainingSettings,
     ) -> None:
-        self.settings = settings or TrainingSettings()
+        self.settings = settings
         self.card = card
         half = half_is_faster() if self.settings.half is None else self.settings.half
         self.network = HeadNetwork(card, output, half=half)
@@ -187,8 +147,22 @@ class Trainer:
         return {name: np.array(value) for name, value in self._parts["weights"].items()}
 
     def rates(self, stopping: Callable[[], bool] = lambda: False) -> dict[str, tuple[float, ...]] | None:
-        """Acceptance at held-out places; see ``network_rates``."""
-        return network_rates(self.network, self._parts["weights"], self._test_packer, self._tested, stopping)
+        """Share of held-out places at which the first n guesses are all the target's, for n = 1, 2, …; see ``Rates``.
+
+        Tokens outside of the trimmed vocabulary are wrong. None if ``stopping`` came first.
+        """
+        right, real = defaultdict[str, Any](int), defaultdict[str, Any](int)
+        for piece in self._tested:
+            if stopping():
+                return None
+            n = piece.end - piece.begin
+            batch = self._test_packer.pack([piece], np.arange(n, dtype=np.int32))
+            guesses = self.network.guesses(self._parts["weights"], batch)
+            guessed, true = (np.asarray(rows)[:, :n] for rows in guesses)
+            for name in (ALL_TEXTS, piece.passage.category):
+                right[name] += np.logical_and.accumulate(guessed == true, axis=0).sum(1)
+                real[name] += (true != NOWHERE).sum(1)
+        return {name: tuple((n / np.maximum(real[name], 1)).tolist()) for name, n in sorted(right.items())}
 
     def train(
         self,
@@ -197,16 +171,13 @@ class Trainer:
         stopping: Callable[[], bool],
         *,
         test_every: float = 300.0,
-    ) -> bool:
+    ) -> None:
         """Train up to so many seconds altogether; test at the beginning, every ``test_every`` seconds, and at the end.
 
         Args:
             report: called after every step and test.
             stopping: asked a hundred times a second; once it is true, this saves and returns. After an exception, a
                 ``KeyboardInterrupt`` too, only the last checkpoint is left.
-
-        Returns:
-            Whether the time is over.
         """
         reading = Reading(self._passages, self._packer, self.settings.seed, self._place)
         while not stopping():
@@ -227,7 +198,6 @@ class Trainer:
             if time.monotonic() - self._saved > CHECKPOINT_SECONDS:
                 self.save()
         self.save()
-        return self.seconds >= seconds
 
     def _one_step(self, reading: Reading, seconds: float, stopping: Callable[[], bool]) -> bool:
         """One step of the optimiser; False, and nothing has changed, if it was stopped."""
@@ -244,7 +214,7 @@ class Trainer:
             taught += n
         rate = settings.rate(self.step, self.seconds / seconds)
         first, second, sizes = (self._parts[part] for part in ("first", "second", "sizes"))
-        new = _adamw(settings, weights, first, second, sums, sizes, self.step + 1, rate)
+        new = _adam(settings, weights, first, second, sums, sizes, self.step + 1, rate)
         self._parts |= zip(("weights", "first", "second"), new, strict=True)
         jax.block_until_ready(new)
         took = time.monotonic() - began
@@ -292,7 +262,7 @@ def _zeros(weights: Weights) -> Weights:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
-def _adamw(
+def _adam(
     settings: TrainingSettings,
     weights: Weights,
     first: Weights,
@@ -302,9 +272,9 @@ def _adamw(
     step: Any,
     rate: Any,
 ) -> tuple[Weights, Weights, Weights]:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the mean gradient of the batches, clipped.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on the mean gradient of the batches, clipped.
 
-    Vectors do not decay. Weights of inputs that are not of about the size 1 move as much less or more as if they were.
+    Weights of inputs that are not of about the size 1 move as much less or more as if they were.
     """
     norm = jnp.sqrt(sum((gradient**2).sum() for gradient in sums.values())) / settings.n_batches
     scale = jnp.minimum(1.0, settings.clip / (norm + 1e-6)) / settings.n_batches
@@ -317,8 +287,7 @@ def _adamw(
         change = (m / (1 - beta1**step)) / (jnp.sqrt(v / (1 - beta2**step)) + 1e-8)
         if name in sizes:
             change /= sizes[name]
-        decay = settings.decay if weight.ndim > 1 else 0.0
-        for group, value in zip(new, (weight - rate * (change + decay * weight), m, v), strict=True):
+        for group, value in zip(new, (weight - rate * change, m, v), strict=True):
             group[name] = value
     return new
 
