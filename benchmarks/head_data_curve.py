@@ -1,7 +1,7 @@
 """What more examples would do for a head: trained on parts of those that a run of ``localspec distill`` has made, and
 what the curve extrapolates to at ten times as many.
 
-    python benchmarks/head_data_curve.py MODEL [--kind chained] [--examples FOLDER] [--parts 8 4 2 1] [--seconds 120]
+    python benchmarks/head_data_curve.py MODEL [--examples FOLDER] [--parts 8 4 2 1] [--seconds 120]
         [--json FILE]
 
 Each head is trained anew, on the first eighth, fourth, half of the examples and on all of them, as long in proportion;
@@ -11,7 +11,7 @@ logarithm of the number of examples, and as a power law of what is wrong, 1 - r 
 arXiv:1712.00409). Both go on as if nothing else would limit the head, its size for one, so the smaller figure is the
 one to count on. The run's own trimmed vocabulary is used for every part.
 
-``--examples`` takes the shards of another run, of another kind for instance, if its states are among them.
+``--examples`` takes the shards of another run, if its states are among them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from localspec.heads.card import ALL_TEXTS, Rates
 from localspec.heads.trained import target_facts
-from localspec.heads.training.run_folder import KINDS, Recipe, RunFolder
+from localspec.heads.training.run_folder import Recipe, RunFolder, taps_of
 from localspec.heads.training.shards import Passage, Shards
 from localspec.heads.training.start import new_card, start
 from localspec.heads.training.trainer import Trainer, TrainingSettings
@@ -81,10 +81,10 @@ def first_part(passages: Sequence[Passage], divisor: int) -> list[Passage]:
 
 def train(file: GGUFFile, folder: RunFolder, recipe: Recipe, examples: Path, divisor: int, seconds: float) -> Point:
     """Heads of one part."""
-    facts, ids = target_facts(Path(file.path)), folder.token_map()
-    if ids is None:
-        raise SystemExit(f"{folder.path} has no examples; begin with localspec distill --kind {recipe.kind}")
-    taps = recipe.taps(facts.n_layers)
+    facts, run = target_facts(Path(file.path)), folder.read()
+    if run is None or not run.token_map:
+        raise SystemExit(f"{folder.path} has no examples; begin with localspec distill")
+    ids = np.array(run.token_map, dtype=np.int32)
     card = new_card(file, facts.fingerprint, recipe, ids)
     output = tensor_rows(file, "output.weight" if "output.weight" in file.tensors else "token_embd.weight", ids)
 
@@ -92,17 +92,16 @@ def train(file: GGUFFile, folder: RunFolder, recipe: Recipe, examples: Path, div
         some, places = np.unique(tokens, return_inverse=True)
         return tensor_rows(file, "token_embd.weight", some)[places]
 
-    passages = read_examples(examples, recipe.kept(facts.n_layers), facts.n_embd)
+    passages = read_examples(examples, taps_of(facts.n_layers), facts.n_embd)
     learned = first_part([each for each in passages if not each.held_out], divisor)
-    tapped = [[replace(each, states=each.states[:, : len(taps)]) for each in some] for some in (
-        learned, [each for each in passages if each.held_out])]  # fmt: skip
     with tempfile.TemporaryDirectory() as there:
         trainer = Trainer(
             card,
-            lambda: start(file, card, output, embed, learned, recipe.seed),
+            lambda: start(file, card, embed, learned, recipe.seed),
             output,
             embed,
-            *tapped,
+            learned,
+            [each for each in passages if each.held_out],
             Path(there) / "checkpoint.npz",
             TrainingSettings(seed=recipe.seed),
         )
@@ -124,7 +123,6 @@ def extrapolated(n_places: Sequence[int], rates: Sequence[float]) -> tuple[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--kind", default="chained", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examples", type=Path, help="the folder of shards")
     parser.add_argument("--parts", type=int, nargs="+", default=[8, 4, 2, 1], help="all examples by each of these")
@@ -133,8 +131,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="add the figures to this file; parts in it are not trained again")
     args = parser.parse_args()
-    path, recipe = Catalog.load().resolve(args.model), Recipe(kind=args.kind, seed=args.seed)
-    folder = RunFolder(path, target_facts(path).fingerprint, recipe.kind)
+    path, recipe = Catalog.load().resolve(args.model), Recipe(seed=args.seed)
+    folder = RunFolder(path, target_facts(path).fingerprint)
     found: dict[str, Point] = {}
     if args.json and args.json.exists():
         found = {name: Point(**point) for name, point in json.loads(args.json.read_text()).items()}

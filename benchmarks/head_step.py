@@ -22,7 +22,7 @@ from localspec import backends
 from localspec.backends.base import Context, FloatArray
 from localspec.heads.base import STATE
 from localspec.heads.file import head_weights
-from localspec.heads.products import NumpyProducts
+from localspec.heads.products import Products
 from localspec.heads.trained import Head, heads_for, load_head
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile
@@ -51,7 +51,7 @@ def main() -> None:
         head_path = args.head or next(iter(heads_for(path)))
         with load_head(head_path, path, target.backend, n_threads=args.threads) as head:
             tokens = head.token_map[: args.repeats + N_PAST].tolist()
-            kinds = {"8 bits": head._times, "NumPy": NumpyProducts(matrices_of(head_path))}
+            kinds = {"8 bits": head._times, "NumPy": Products(matrices_of(head_path))}
             with target.new_context(256, hidden=head.taps) as context, head.new_context(256) as memory:
                 context.decode(tokens[:N_PAST], "none")
                 memory.decode_floats(np.zeros((16, head.card.n_embd), np.float32), range(16), "none")
@@ -79,9 +79,8 @@ def matrices_of(path: Path) -> list[FloatArray]:
 def step(head: Head, memory: Context, states: FloatArray, token: int, kind: str, timed: Callable[..., None]) -> None:
     """A draft of two tokens, and its parts."""
     head._cache.clear()
-    timed(f"{kind}: state fused", lambda: head.fuse(states))
     timed(f"{kind}: new token's share", lambda: head.embed([token]))
-    row = head.fuse(states) + head.embed([token])
+    row = head.true_rows(memory, states, [token])
     timed("head: its layer and output", lambda: memory.decode_floats(row, [token], "last"))
     memory.truncate(16)
     head._cache.clear()

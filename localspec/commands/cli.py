@@ -12,7 +12,7 @@ from typer import Argument, Option
 from localspec._version import __version__
 from localspec.commands import config
 from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
-from localspec.heads import PUBLISHED, TRAINED_KINDS
+from localspec.heads import PUBLISHED
 
 if TYPE_CHECKING:
     from localspec.commands.options import RunOptions
@@ -629,7 +629,6 @@ def distill(
     ),
     text: list[str] | None = Option(None, metavar="PATH", help="File or folder of text to train on; repeatable."),
     chats: bool = Option(False, "--chats", help="Train on the chats saved in LOCALSPEC_HOME."),
-    kind: str = Option("chained", metavar=TRAINED_KINDS, help="Kind of head."),
     seed: int | None = Option(None, help="Random seed.", show_default="0, or the seed of the starting head plus one"),
     begin_with: str | None = Option(
         None,
@@ -647,7 +646,7 @@ def distill(
     from localspec.commands.distill.command import distill_command
 
     return distill_command(
-        model, html, verbose=verbose, minutes=minutes, kind=kind, seed=seed, begin_with=begin_with, resume=resume,
+        model, html, verbose=verbose, minutes=minutes, seed=seed, begin_with=begin_with, resume=resume,
         force=force, prompts=prompts or (), texts=text or (), chats=chats, backend=backend, n_threads=threads,
     )  # fmt: skip
 

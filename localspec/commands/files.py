@@ -435,7 +435,7 @@ def _published_rows(head: dict[str, Any]) -> list[tuple[str, str]]:
     borrowed = " and ".join(head["borrows"])
     engines = " or ".join(each for each in head["engines"] if each != "reference")
     own = f"{borrowed} of the target, on {engines}" if borrowed else "nothing of the target's weights"
-    return [*rows, ("takes", own), *(_training_rows(head["training"]) if head["training"] else [])]
+    return [*rows, ("takes", own)]
 
 
 def _head_rows(head: dict[str, Any]) -> list[tuple[str, str]]:

@@ -8,6 +8,4 @@ MTP = "mtp"
 
 FROM_STATES = (HEAD, EARLY_EXIT, MTP)
 
-PUBLISHED = "an EAGLE-3 or DFlash file"
-# For help texts: what --draft MODEL may be besides a model, and what distill --kind takes
-TRAINED_KINDS = "chained|parallel|medusa|eagle3"
+PUBLISHED = "an EAGLE-3 or DFlash file"  # for help texts: what --draft MODEL may be besides a model

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray, Forward, Model, TokenIds, Wanted
-from localspec.backends.trust import MAX_MEAN_KL, agreement, verdicts
-from localspec.errors import EngineError
+from localspec.backends.trust import MAX_MEAN_KL, agreement, verdict_key, verdicts
+from localspec.errors import EngineError, EngineMismatch
 from localspec.heads.kinds.base import PublishedHead
 from localspec.system.files import remembered
 
@@ -58,13 +59,13 @@ class DraftHead(ABC):
             tokens: the tokens that came after [n].
         """
 
-    @abstractmethod
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
         """Rows of the head's own states and of the tokens drafted after them."""
+        return state
 
-    @abstractmethod
     def close(self) -> None:
         """Free the weights; safe to call twice. Contexts must be closed first."""
+        self.model.close()
 
 
 class HeadContext(Context):
@@ -145,14 +146,33 @@ def row_by_row(context: Context, rows: FloatArray, tokens: Sequence[int], widths
     return max(found)
 
 
-def verdict_on(
-    model: Model, key: Mapping[str, str], name: str, disagreement: Callable[[], float], say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Whether an engine computes a head alike row by row and in one pass (``holds``, ``why``); remembered."""
+def check_alike(
+    model: Model,
+    path: Path,
+    digest: str,
+    n_gpu_layers: int | None,
+    disagreement: Callable[[], float],
+    say: Callable[[str], None],
+) -> None:
+    """See that an engine computes a head alike row by row and in one pass (EngineMismatch); remembered.
+
+    Args:
+        path: of the head.
+        digest: of all files that matter.
+        disagreement: the divergence between the two [nats].
+        say: takes a line before that is computed.
+    """
+    if model.capabilities.batch_invariant:
+        return
 
     def examine() -> dict[str, Any]:
-        say(f"checking that {model.engine} computes {name} correctly (once)")
+        say(f"checking that {model.engine} computes {path.name} correctly (once)")
         worst = disagreement()
         return {"holds": worst <= MAX_MEAN_KL, "why": f"KL {worst:.2g} nats"}
 
-    return remembered(verdicts(), key, examine)
+    verdict = remembered(verdicts(), verdict_key(model.backend, {"n_gpu_layers": n_gpu_layers}, digest), examine)
+    if not verdict["holds"]:
+        why = verdict["why"]
+        raise EngineMismatch(
+            f"{model.engine} gives different results for {path.name} row by row and in one pass: {why}"
+        )

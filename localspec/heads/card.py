@@ -20,12 +20,9 @@ from localspec.model_files.vocab import Vocab
 ARCHITECTURE = "localspec-head"
 VERSION = 1
 
-# chained: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). parallel: the same with
-# learned rows for unknown positions (P-EAGLE). medusa: a matrix for each position ahead (Cai et al. 2024,
-# arXiv:2401.10774). eagle3: a chained one in llama.cpp's layout (Li et al. 2025, arXiv:2503.01840), see kinds.eagle3.
-# exit: untrained, the target's last norm for a state after some layer (LayerSkip: Elhoushi et al. 2024,
-# arXiv:2404.16710).
-Kind = Literal["chained", "parallel", "medusa", "eagle3", "exit"]
+# chained: one layer that continues its own states (EAGLE: Li et al. 2024, arXiv:2401.15077). exit: untrained, the
+# target's last norm for a state after some layer (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710).
+Kind = Literal["chained", "exit"]
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
 _MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
@@ -105,7 +102,7 @@ class Training:
     machine: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)  # of programs and libraries
     curve: tuple[CurvePoint, ...] = ()  # on held-out answers
-    acceptance: Rates = field(default_factory=dict)  # of the head as it is in the file, on held-out answers
+    acceptance: Rates = field(default_factory=dict)  # of the head in full precision, on held-out answers
     earlier: tuple[str, ...] = ()  # commands of the heads that it started from, the first one first
 
     @property
@@ -155,7 +152,7 @@ class HeadCard:
     kind: Kind
     taps: tuple[str, ...]  # the hidden states of the target that it reads, in order: norm, layer:i
     token_map: npt.NDArray[np.int32]  # the target's tokens that it can guess, ascending [n_out]
-    steps: int  # tokens ahead that it guesses; a parallel head has a learned row for each but the first
+    steps: int  # tokens ahead that it guesses
     target: TargetFacts
     n_head: int = 0  # this and the next three are sizes of the block; 0 where there is none
     n_head_kv: int = 0
@@ -179,32 +176,23 @@ class HeadCard:
     def n_out(self) -> int:
         return len(self.token_map)
 
-    @property
-    def has_block(self) -> bool:
-        """Whether it has a layer of its own, which remembers its rows."""
-        return self.kind in ("chained", "parallel", "eagle3")
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors that it must have: name -> (rows, columns), or the length of a vector."""
         n, n_q, n_kv = self.n_embd, self.n_head * self.d_head, self.n_head_kv * self.d_head
-        if self.kind == "medusa":
-            matrices = {f"head.{i}.weight": (n, n) for i in range(self.steps)}
-            return matrices | {f"head.{i}.bias": (n,) for i in range(self.steps)}
         if self.kind == "exit":
             return {"output_norm.weight": (n,)}
-        n_in, further = n, dict[str, tuple[int, ...]]()
-        if self.kind == "eagle3":  # its attention reads the token and the state side by side
-            n_in, further = 2 * n, {"fc.weight": (n, len(self.taps) * n), "blk.0.attn_norm_2.weight": (n,)}
-        else:
-            further = {"head.fc.weight": (n, len(self.taps) * n), "head.embed.weight": (n, n), "head.embed.bias": (n,)}
-            own, rows = ("mask", self.steps - 1) if self.kind == "parallel" else ("chain", n)
-            further[f"head.{own}.weight"] = (rows, n)
-        return further | block_shapes("blk.0", n, n_q, n_kv, self.d_ff, n_in) | {"output_norm.weight": (n,)}
+        return {
+            "head.fc.weight": (n, len(self.taps) * n),
+            "head.embed.weight": (n, n),
+            "head.embed.bias": (n,),
+            "head.chain.weight": (n, n),
+            "output_norm.weight": (n,),
+        } | block_shapes("blk.0", n, n_q, n_kv, self.d_ff, n)
 
-    def layer_metadata(self, architecture: str) -> dict[str, Any]:
+    def layer_metadata(self) -> dict[str, Any]:
         """What an engine reads of its layer; where it has none, of the narrowest there can be."""
         own = self.n_head, self.n_head_kv, self.d_head, self.d_ff
-        n_head, n_head_kv, d_head, d_ff = own if self.has_block else (1, 1, NARROW, NARROW)
+        n_head, n_head_kv, d_head, d_ff = own if self.kind == "chained" else (1, 1, NARROW, NARROW)
         sizes = {
             "block_count": 1,
             "context_length": _N_CTX,
@@ -218,13 +206,7 @@ class HeadCard:
             "rope.dimension_count": d_head,
             "rope.freq_base": float(self.rope_base),
         }
-        return {f"{architecture}.{name}": value for name, value in sizes.items()}
-
-    def optional_shapes(self) -> dict[str, tuple[int, ...]]:
-        if not self.has_block or self.kind == "eagle3":
-            return {}
-        n_q, n_kv = self.n_head * self.d_head, self.n_head_kv * self.d_head
-        return {f"blk.0.attn_{part}.bias": (n,) for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv))}
+        return {f"llama.{name}": value for name, value in sizes.items()}
 
     def metadata(self) -> dict[str, Any]:
         numbers = {name: getattr(self, name) for name in ("steps", "n_head", "n_head_kv", "d_head", "d_ff")}
@@ -256,8 +238,6 @@ class HeadCard:
                 raise ModelFileError(f"{name} is damaged: localspec.head.{key} is {shown(value)}; make it again")
             return value
 
-        if get("kind", str) == "eagle3":
-            raise ModelFileError(f"{name} is damaged: an EAGLE-3 head has another file; make it again")
         version = get("version", int)
         if version != VERSION:
             raise UnsupportedModel(f"{name} is a head of version {version}; this localspec reads version {VERSION}")
@@ -309,17 +289,14 @@ class HeadCard:
         for tap in self.taps:
             if not _TAP.fullmatch(tap) or (tap != "norm" and int(tap.removeprefix("layer:")) >= target.n_layers):
                 yield f"there is no hidden state {shown(tap)} in a model of {target.n_layers} layers"
-        if not (1 + (self.kind == "parallel")) <= self.steps <= _MAX_STEPS:
+        if not 1 <= self.steps <= _MAX_STEPS:
             yield f"it guesses {self.steps} tokens ahead"
         ids = self.token_map
         if ids.ndim != 1 or not 1 < len(ids) <= target.n_vocab:
             yield f"its token map has {ids.size} entries for {target.n_vocab} tokens"
         elif ids[0] < 0 or ids[-1] >= target.n_vocab or (ids[1:] <= ids[:-1]).any():
             yield f"its token map does not ascend within 0..{target.n_vocab - 1}"
-        if self.kind == "medusa":
-            if self.taps != ("norm",) or any(sizes):
-                yield "a medusa head reads norm and has no block"
-        elif self.kind == "exit":
+        if self.kind == "exit":
             if self.taps in (("norm",), (f"layer:{target.n_layers - 1}",)) or len(self.taps) > 1 or any(sizes):
                 yield "an exit reads the state after one layer before the last, and has no block"
         elif min(sizes) <= 0 or self.n_head % self.n_head_kv:

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from localspec.backends.base import Context, FloatArray, Forward, Wanted, shared_prefix
 from localspec.heads.base import STATE, DraftHead, HeadContext
-from localspec.heads.published import EngineHead
 from localspec.heads.trained import Head
 from localspec.sampling.sampling import Ids, Row
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer, proposed
@@ -149,15 +148,13 @@ class HeadDrafter(Drafter):
         self._n_true = first - self._first
         return range(first, end)
 
-    def _true_rows(self, positions: range) -> FloatArray:
-        states = self._states.between(positions.start, positions.stop)
-        return self.head.true_rows(self.context, states, self._text[positions.start + 1 : positions.stop + 1])
-
     def _read(self, positions: range, logits: Wanted = "last", n_best: int = 0) -> Forward:
         """Put true rows into the memory, in the place of those after the true ones it has."""
         names = self._text[positions.start + 1 : positions.stop + 1]
+        states = self._states.between(positions.start, positions.stop)
+        rows = self.head.true_rows(self.context, states, names)
         self.context.truncate(self._n_true)  # rows of drafts are after the true ones
-        forward = self._decode(self._true_rows(positions), names, logits, n_best)
+        forward = self._decode(rows, names, logits, n_best)
         self._n_true += len(names)
         return forward
 
@@ -271,16 +268,19 @@ class EarlyExitDrafter(Drafter):
         return forward.logits[0], tokens_of(forward, 0, self._ids)
 
 
-# Heads that guess several tokens ahead in one pass: rows for positions not known yet, or a matrix for each.
+class BlockHead(HeadDrafter):
+    """A block of masks behind the last token, filled in by one pass (DFlash: Chen et al. 2026, arXiv:2602.06036).
 
+    No guess depends on the draft before it: one pass a round serves all positions. Its memory holds rows of the
+    target's states alone. The block is as wide as the draft may become.
+    """
 
-class OnePassHead(HeadDrafter):
-    """A head whose guess for a position does not depend on the draft before it: one pass a round serves all
-    positions."""
+    context: HeadContext
+    one_pass = True
 
     def _begin_round(self) -> None:
-        self._rows: FloatArray | None = None
-        self._candidates: npt.NDArray[np.int64] | None = None  # which tokens the logits are of, where rows differ
+        self._rows: FloatArray | None = None  # logits by position ahead, valid until the next pass
+        self._candidates: npt.NDArray[np.int64] | None = None  # which tokens they are of, where rows differ
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         n_drafted = len(tokens) - len(self._text)
@@ -289,11 +289,13 @@ class OnePassHead(HeadDrafter):
         started, n_pass = time.perf_counter(), 0
         if self._rows is None:
             unread = self._unread()
-            n_wanted = min(n_drafted + plan.room, self.head.steps)
-            if unread is None or not plan.more(self.info.source, n_pass := self._n_rows(unread, n_wanted)):
+            # The block is the same whatever there is to read.
+            if unread is None or not plan.more(self.info.source, n_pass := len(unread)):
                 return []
-            self._candidates = None
-            self._rows = self._guesses(unread, n_wanted, proposer.n_best)
+            self._read(unread, "none")
+            n_wanted = min(n_drafted + plan.room, self.head.steps)
+            last = self._text[-1]
+            self._rows, self._candidates = self.context.guesses(last, n_wanted, proposer.n_best)
         elif n_drafted >= len(self._rows) or not plan.more(self.info.source):
             return []
         ids = self._ids if self._candidates is None else self._candidates[n_drafted]
@@ -302,72 +304,9 @@ class OnePassHead(HeadDrafter):
             plan.spent(self.info.source, n_pass, (time.perf_counter() - started) * 1e3)
         return proposed(self.info.source, confidence, len(tokens), plan, proposer)
 
-    @abstractmethod
-    def _n_rows(self, unread: range, n_wanted: int) -> int:
-        """The rows that a pass costs that reads these true ones and guesses so many tokens."""
-
-    @abstractmethod
-    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
-        """Logits by position ahead [n_wanted or more, n_out], valid until the next pass; or the largest of each, and
-        their tokens as ``_candidates``."""
-
-
-class ParallelHead(OnePassHead):
-    """A layer with learned rows for unknown positions (P-EAGLE)."""
-
-    head: Head
-
-    def _n_rows(self, unread: range, n_wanted: int) -> int:
-        return len(unread) + len(self.head.masks)
-
-    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
-        if len(unread) > 1:
-            self._read(unread[:-1], "none")
-        self.context.truncate(self._n_true)  # rows of drafts are after the true ones
-        rows = np.concatenate([self._true_rows(unread[-1:]), self.head.masks])
-        forward = self._decode(rows, [self._text[-1], *[0] * len(self.head.masks)], "all", n_best)
-        if forward.ids is not None:
-            self._candidates = self._ids[forward.ids]
-        self._n_true += 1
-        return forward.logits
-
-
-class BlockHead(OnePassHead):
-    """A block of masks behind the last token, filled in by one pass (DFlash: Chen et al. 2026, arXiv:2602.06036).
-
-    Its memory holds rows of the target's states alone. The block is as wide as the draft may become.
-    """
-
-    head: EngineHead
-    one_pass = True
-
-    def _n_rows(self, unread: range, n_wanted: int) -> int:
-        return len(unread)  # the block is the same whatever there is to read
-
-    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
-        self._read(unread, "none")
-        rows, self._candidates = self.head.block_logits(self.context, self._text[-1], n_wanted, n_best)
-        return rows
-
-
-class MedusaHead(OnePassHead):
-    """A matrix for each position ahead, and no memory (Cai et al. 2024, arXiv:2401.10774)."""
-
-    head: Head
-
-    def _n_rows(self, unread: range, n_wanted: int) -> int:
-        return self.head.steps
-
-    def _guesses(self, unread: range, n_wanted: int, n_best: int) -> FloatArray:
-        (state,) = self._states.between(unread.stop - 1, unread.stop)
-        _check_finite(state)
-        return self.head.medusa_logits(self.context, state)
-
 
 HEAD_DRAFTERS: Mapping[str, Callable[[Any, Context, str], Drafter]] = {
     "chained": ChainedHead,
-    "parallel": ParallelHead,
-    "medusa": MedusaHead,
     "block": BlockHead,
     "following": FollowingHead,
     "exit": EarlyExitDrafter,

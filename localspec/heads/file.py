@@ -16,27 +16,24 @@ from localspec.system.files import home, write_atomically
 
 Floats = npt.NDArray[np.float32]
 
-TYPES = ("Q8_0", "Q5_1", "Q4_1", "Q4_0")  # tensor types of a head's matrices, the most exact first
-MOST_BYTES = 32 << 20  # a head's matrices take the most exact type with which its file stays below [bytes]
-
 _PIECE = 1 << 20  # values that are read at a time
 
-_READABLE = (*TYPES, "F32", "F16")
+TYPES = ("Q8_0", "F32", "F16")  # of a head's matrices
 
 
 def write_head(
-    path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], type_name: str | None = None
+    path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], type_name: str = "Q8_0"
 ) -> Path:
     """Write a head file atomically.
 
     Args:
         weights: name -> array, of the shapes that the card says; a matrix is [rows out, columns in].
-        type_name: one of ``TYPES``, F16 or F32 for the matrices; None is the most exact that is small enough to ship.
+        type_name: of the matrices, one of ``TYPES``; F16 where their rows are no whole blocks.
 
     Raises:
-        UsageError: weights that are missing, unknown, of another shape or not finite, or no such type.
+        UsageError: weights that are missing, unknown, of another shape or not finite.
     """
-    shapes = card.shapes() | {name: shape for name, shape in card.optional_shapes().items() if name in weights}
+    shapes = card.shapes()
     wrong = [name for name, shape in shapes.items() if name not in weights or weights[name].shape != shape]
     wrong += [name for name in weights if name not in shapes]
     wrong = wrong or [name for name in shapes if not np.isfinite(weights[name]).all()]
@@ -44,12 +41,10 @@ def write_head(
         expected = shapes.get(wrong[0])
         what = f"a finite array of the shape {expected}" if expected else "no part of it"
         raise UsageError(f"{wrong[0]} must be {what} in a {card.kind} head of these sizes")
-    if type_name not in (*_READABLE, None):
-        raise UsageError(f"a head's matrices are written as one of {', '.join(_READABLE)}, not {type_name}")
-    for kind in TYPES if type_name is None else (type_name,):
-        tensors = [new_tensor(name, shape, _stored_type(name, shape, kind)) for name, shape in shapes.items()]
-        if sum(tensor.n_bytes for tensor in tensors) + 8 * card.n_out < MOST_BYTES:
-            break
+    tensors = [
+        new_tensor(name, shape, "F32" if len(shape) == 1 else matrix_type(type_name, shape[-1]))
+        for name, shape in shapes.items()
+    ]
     with write_atomically(path) as file:
         output = GGUFOutput(file, card.metadata(), tensors)
         for tensor in tensors:
@@ -65,8 +60,7 @@ def read_card(path: Path) -> HeadCard:
 def check_head(file: GGUFFile) -> HeadCard:
     """The card of an open head file whose tensors are what the card says; else ModelFileError says what is wrong."""
     card, name = HeadCard.from_gguf(file), file.path.name
-    optional = {tensor: shape for tensor, shape in card.optional_shapes().items() if tensor in file.tensors}
-    shapes = card.shapes() | optional
+    shapes = card.shapes()
     for odd in sorted(file.tensors.keys() ^ shapes.keys()):
         what = "lacks" if odd in shapes else "has a tensor of no use,"
         raise ModelFileError(f"{name} is damaged: it {what} {odd[:60]!r}; make it again")
@@ -77,7 +71,7 @@ def check_head(file: GGUFFile) -> HeadCard:
             raise ModelFileError(
                 f"{name} is damaged: {tensor} is {found} where the card says {list(shape)}; make it again"
             )
-        if info.type_name not in _READABLE or (len(shape) == 1 and info.type_name != "F32"):
+        if info.type_name not in TYPES or (len(shape) == 1 and info.type_name != "F32"):
             raise ModelFileError(f"{name} is damaged: {tensor} is {info.type_name}; make it again")
     return card
 
@@ -102,10 +96,9 @@ def output_pieces(target: GGUFFile, card: HeadCard) -> Iterator[Floats]:
         yield tensor_rows(target, output_rows(target), card.token_map[first : first + step])
 
 
-def _stored_type(name: str, shape: tuple[int, ...], type_name: str) -> str:
-    if len(shape) == 1 or name == "head.mask.weight":
-        return "F32"
-    return type_name if shape[-1] % 32 == 0 or type_name in ("F16", "F32") else "F16"
+def matrix_type(wanted: str, n_columns: int) -> str:
+    """Rows that fill no blocks are F16."""
+    return "F16" if n_columns % 32 and wanted != "F32" else wanted
 
 
 # Where heads lie that were trained here.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from localspec.errors import ModelFileError, UnsupportedModel
-from localspec.heads.card import ARCHITECTURE, HeadCard
+from localspec.heads.card import ARCHITECTURE
 from localspec.heads.file import check_head, find_heads, read_card
 from localspec.heads.kinds import is_published_head, names_published_head, read_open, read_published
 from localspec.heads.kinds.base import PublishedHead
@@ -45,19 +45,15 @@ def inspect(path: Path) -> dict[str, Any]:
     with GGUFFile(path) as gguf:
         facts = file_facts(gguf)
         if gguf.architecture == ARCHITECTURE:
-            return facts | {"head": _head(check_head(gguf))}
+            card = check_head(gguf)
+            head = {name: value for name, value in asdict(card).items() if name not in ("token_map", "license")}
+            return facts | {"head": head | {"n_out": card.n_out}}
         if is_published_head(gguf):
             try:
                 return facts | {"published_head": _published(read_open(gguf))}
             except UnsupportedModel as error:
                 facts["cannot_generate_text"] = str(error)
         return facts | model_facts(gguf)
-
-
-def _head(card: HeadCard) -> dict[str, Any]:
-    facts = asdict(card)
-    del facts["token_map"], facts["license"]
-    return facts | {"n_out": card.n_out}
 
 
 def _published(head: PublishedHead) -> dict[str, Any]:
@@ -72,5 +68,4 @@ def _published(head: PublishedHead) -> dict[str, Any]:
         "engines": list(head.engines),
         "borrows": list(head.borrows),
         "block": {"rows": head.block.size, "guesses": head.block.n_guesses} if head.block else None,
-        "training": asdict(head.training) if head.training is not None else None,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -44,12 +44,12 @@ class LlamaHeadModel(Model):
         n_gpu_layers: as for ``backends.load``.
 
     Raises:
-        UnsupportedModel: the engine has no kernels for it.
+        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
         ModelFileError: it is damaged.
         EngineError: the engine refuses it, or the installed version lacks what it takes.
     """
 
-    def __init__(self, head: PublishedHead, target: Model, *, n_threads: int, n_gpu_layers: int | None = None) -> None:
+    def __init__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None = None) -> None:
         self.head, self.binding = head, binding()
         layers = gpu_layers(n_gpu_layers)
         self._own = not head.in_target
@@ -78,7 +78,11 @@ class LlamaHeadModel(Model):
             raise EngineError(f"{self.engine} could not load {head.path.name}; use --verbose for engine output")
         self.handle = handle
         try:
-            self._check_width()
+            n_vocab = self.binding.n_vocab(handle)
+            if n_vocab != head.n_vocab:
+                raise UnsupportedModel(
+                    f"{self.path.name} declares {head.n_vocab} tokens, but the engine finds {n_vocab}"
+                )
             if head.borrows:
                 lender = self._lender(target)
                 # A small context that is never fed does for the engine to find matrices.
@@ -94,13 +98,6 @@ class LlamaHeadModel(Model):
         alone = not scores and not self.head.reads  # rows of several sequences take turns in a memory that it reads
         able = self.binding.finds_best and alone and self.capabilities.device == "gpu" and self._lender_on_gpus
         return able and best_pays(self, head_pass)
-
-    def _check_width(self) -> None:
-        n_vocab = self.binding.n_vocab(self.handle)
-        if n_vocab != self.head.n_vocab:
-            raise UnsupportedModel(
-                f"{self.path.name} declares {self.head.n_vocab} tokens, but the engine finds {n_vocab}"
-            )
 
     def _handle_of(self, target: Model) -> int:
         if not isinstance(target, LlamaModel) or target.binding is not self.binding:
@@ -194,13 +191,16 @@ class LlamaHeadContext(HeadContext):
         made: list[FloatArray] = []
         for start in range(0, len(states), ROWS):
             part = states[start : start + ROWS]
-            self._functions.clear(self._batch)
-            for i, row in enumerate(part):
-                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
-                # The engine insists on the next positions; what it computes does not depend on them.
-                self._place(at, self.n_past + i, wanted=True)
+            # The engine insists on the next positions; what it computes does not depend on them.
+            self._add_states(part, self.n_past, wanted=True)
             made.append(self._states(ENCODE, len(part)))
         return np.concatenate(made)
+
+    def _add_states(self, rows: FloatArray, position: int, *, wanted: bool) -> None:
+        self._functions.clear(self._batch)
+        for i, row in enumerate(rows):
+            at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
+            self._place(at, position + i, wanted=wanted)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._decode_rows(rows, tokens, logits, 0)
@@ -214,23 +214,18 @@ class LlamaHeadContext(HeadContext):
         n_before = len(tokens) - 1 if logits == "last" else len(tokens) * (logits == "none")
         if len(tokens) - n_before > ROWS:  # several passes, whose rows have to be alike
             n_best = 0
-        found: list[FloatArray] = []
-        states: list[FloatArray] = []
-        start, ids = 0, None
-        while start < len(tokens):
-            wanted = start >= n_before
-            end = min(start + ROWS, len(tokens) if wanted else n_before)
-
-            def compute(start: int = start, end: int = end, wanted: bool = wanted) -> FloatArray:
-                return self._compute(rows[start:end], tokens[start:end], self.n_past + start, wanted)
-
+        found, states, ids = list[FloatArray](), list[FloatArray](), None
+        chunks = [(start, min(start + ROWS, n_before)) for start in range(0, n_before, ROWS)]
+        chunks += [(start, min(start + ROWS, len(tokens))) for start in range(n_before, len(tokens), ROWS)]
+        for start, end in chunks:
+            position, wanted = self.n_past + start, start >= n_before
+            compute = partial(self._compute, rows[start:end], tokens[start:end], position, wanted)
             if wanted:
-                state, values, ids = self._with_logits(compute, self.n_past + start, end - start, n_best)
+                state, values, ids = self._with_logits(compute, position, end - start, n_best)
                 found.append(values)
             else:
                 state = compute()
             states.append(state)
-            start = end
         values = np.concatenate(found) if found else np.empty((0, self.model.n_vocab), dtype=np.float32)
         return Forward(values, {STATE: np.concatenate(states)} if STATE in self.hidden else {}, ids)
 
@@ -362,10 +357,7 @@ class LlamaBlockContext(LlamaHeadContext):
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         for start in range(0, len(rows), ROWS):
             part = rows[start : start + ROWS]
-            self._functions.clear(self._batch)
-            for i, row in enumerate(part):
-                at = self._functions.add_floats(self._batch, 0, self._functions.floats(row))
-                self._place(at, self.n_past + start + i, wanted=False)
+            self._add_states(part, self.n_past + start, wanted=False)
             self._process(DECODE, len(part))
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
@@ -399,8 +391,3 @@ class LlamaBlockContext(LlamaHeadContext):
             return Forward(self._functions.nextn(self._handle, len(block), self.model.head.n_embd))
         _, logits, ids = self._with_logits(compute, self.n_past, len(block), n_best)
         return Forward(logits, ids=ids)
-
-
-def load(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> LlamaHeadModel:
-    """See ``LoadHeadModel``."""
-    return LlamaHeadModel(head, target, n_threads=n_threads, n_gpu_layers=n_gpu_layers)

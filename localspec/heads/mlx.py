@@ -212,10 +212,12 @@ def read_network(
         if "d2t" in file.tensors:
             _sort_rows(module.lm_head, np.argsort(file.tensor_bytes("d2t").view("<i8")))
     if not has_embeddings:
-        module.model.embed_tokens = embedding_of(_needed(target))
+        assert target is not None
+        module.model.embed_tokens = embedding_of(target)
     project = module.lm_head if has_output else module.model.embed_tokens.as_linear
     if "output" in head.borrows:
-        project = output_of(_needed(target))
+        assert target is not None
+        project = output_of(target)
     return head_network(head, module, max_context, lambda hidden: project(hidden)[..., :n_out])
 
 
@@ -255,12 +257,6 @@ def _sort_rows(output: nn.Module, order: Any) -> None:
         if name in output:
             output[name] = output[name][rows]
     mx.eval(output.parameters())
-
-
-def _needed(target: Network | None) -> Network:
-    if target is None:
-        raise UnsupportedModel("a head that uses weights of its target needs the target on the mlx backend")
-    return target
 
 
 def embedding_of(target: Network) -> nn.Module:

@@ -9,19 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from localspec.backends.base import FloatArray
+from localspec.backends.base import FloatArray, Model
 from localspec.backends.llama.model import LlamaModel
 from localspec.model_files.gguf import as_type
-
-if TYPE_CHECKING:
-    from localspec.backends.base import Model
-
 
 # Multiplications up to which OpenBLAS takes one thread for a product with a matrix, and with a vector
 _ONE_THREAD, _ONE_THREAD_VECTOR = 1 << 18, 9216
@@ -37,24 +32,18 @@ _GRAPH_SIZE = 16  # nodes; there is one
 _SLACK = 1 << 16  # bytes, for what alignment takes
 
 
-class Products(ABC):
-    @abstractmethod
-    def __call__(self, which: int, rows: FloatArray) -> FloatArray:
-        """``rows @ matrices[which].T``: rows [n, k] and a matrix [m, k] -> [n, m], a copy."""
+class Products:
+    """By NumPy."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free the matrices; safe to call twice."""
-
-
-class NumpyProducts(Products):
     def __init__(self, matrices: Sequence[FloatArray]) -> None:
         self._matrices = matrices
 
     def __call__(self, which: int, rows: FloatArray) -> FloatArray:
+        """``rows @ matrices[which].T``: rows [n, k] and a matrix [m, k] -> [n, m], a copy."""
         return product(rows, self._matrices[which])
 
     def close(self) -> None:
+        """Free the matrices; safe to call twice."""
         self._matrices = ()
 
 
@@ -180,7 +169,7 @@ def products(model: Model, matrices: Sequence[FloatArray]) -> Products:
             return GgmlProducts(model.binding.tensors.library, matrices)
         except (AttributeError, MemoryError, ValueError):
             pass
-    return NumpyProducts(matrices)
+    return Products(matrices)
 
 
 def product(rows: FloatArray, matrix: FloatArray) -> FloatArray:

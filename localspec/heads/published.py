@@ -21,23 +21,21 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from localspec.backends import trial
 from localspec.backends.base import NEXTN, Context, FloatArray, Model
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama.staging import NEEDED
-from localspec.backends.trust import agreement, verdict_key
+from localspec.backends.trust import agreement
 from localspec.errors import (
     EngineError,
-    EngineMismatch,
     ModelFileError,
     UnsupportedModel,
     UsageError,
     VocabularyMismatch,
 )
-from localspec.heads.base import STATE, DraftHead, HeadContext, row_by_row, verdict_on
+from localspec.heads.base import STATE, DraftHead, HeadContext, check_alike, row_by_row
 from localspec.heads.card import TargetFacts
 from localspec.heads.file import heads_folder
 from localspec.heads.kinds import names_published_head, read_mtp, read_published
@@ -104,7 +102,7 @@ class EngineHead(DraftHead):
         self.kind = "block" if facts.block else "following" if facts.reads else "chained"
         self.taps, self.token_map = facts.taps, facts.ids
         self.steps = facts.block.n_guesses if facts.block else STEPS
-        self.has_zeroth, self.rate = facts.has_zeroth, facts.rate
+        self.has_zeroth = facts.has_zeroth
 
     def new_context(self, n_ctx: int) -> Context:
         hidden = () if self.facts.block else (STATE,)
@@ -120,21 +118,9 @@ class EngineHead(DraftHead):
             return states
         return cast(HeadContext, context).fuse(states)
 
-    def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        return state
-
-    def block_logits(
-        self, context: Context, token: int, n: int, n_best: int = 0
-    ) -> tuple[FloatArray, npt.NDArray[np.int64] | None]:
-        """See ``HeadContext.guesses``."""
-        return cast(HeadContext, context).guesses(token, n, n_best)
-
-    def close(self) -> None:
-        self.model.close()
-
 
 def published_for(target: Path, backend: str | None) -> list[Path]:
-    """Published heads that fit a target's file: the catalogue's first, then those trained here and in its folder.
+    """Published heads that fit a target's file, in the folder of heads and beside the file: the catalogue's first.
 
     ``backend`` is the engine that it runs on; None where that is open: then heads that borrow from it are left out.
     """
@@ -210,18 +196,10 @@ def load_published(
         version = f"{name} {llama_cpp.binding().version}"
         check_survives(facts, target.path, version, threads, lambda: say(f"trying {path.name} with {version} (once)"))
     load: LoadHeadModel = EntryPoint(name, facts.engines[name], "").load()
-    model = load(facts, target, threads, n_gpu_layers)
-    head = EngineHead(facts, model)
-    if model.capabilities.batch_invariant:
-        return head
+    head = EngineHead(facts, load(facts, target, threads, n_gpu_layers))
     try:
-        options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
-        key = verdict_key(model.backend, options, f"{fingerprint(path)} for {fingerprint(target.path)}")
-        verdict = verdict_on(model, key, path.name, lambda: disagreement(head, target), say)
-        if not verdict["holds"]:
-            raise EngineMismatch(
-                f"{model.engine} gives different results for {path.name} row by row and in one pass: {verdict['why']}"
-            )
+        digest = f"{fingerprint(path)} for {fingerprint(target.path)}"
+        check_alike(head.model, path, digest, n_gpu_layers, lambda: disagreement(head, target), say)
     except BaseException:
         head.close()
         raise
@@ -237,22 +215,22 @@ def disagreement(head: EngineHead, target: Model) -> float:
     states = rng.standard_normal((n, len(head.taps) * head.facts.n_target)).astype(np.float32)
     with head.new_context(n) as context:
         if head.facts.block:
-            return _block_disagreement(head, context, states, tokens)
+            return _block_disagreement(head, cast(HeadContext, context), states, tokens)
         if head.facts.reads:
             return _following_disagreement(cast(HeadContext, context), target, states, tokens)
         return row_by_row(context, head.true_rows(context, states, tokens), tokens, _WIDTHS)
 
 
-def _block_disagreement(head: EngineHead, context: Context, states: FloatArray, tokens: Sequence[int]) -> float:
+def _block_disagreement(head: EngineHead, context: HeadContext, states: FloatArray, tokens: Sequence[int]) -> float:
     context.decode_floats(states, tokens, "none")
-    wide, wide_ids = head.block_logits(context, tokens[0], head.steps)
+    wide, wide_ids = context.guesses(tokens[0], head.steps)
     context.truncate(0)
     for width in _WIDTHS:
         part = slice(context.n_past, context.n_past + width)
         context.decode_floats(states[part], tokens[part], "none")
-        head.block_logits(context, tokens[0], 1)  # which has to leave nothing behind
+        context.guesses(tokens[0], 1)  # which has to leave nothing behind
         context.truncate(part.stop)
-    narrow, ids = head.block_logits(context, tokens[0], head.steps)
+    narrow, ids = context.guesses(tokens[0], head.steps)
     if ids is None or wide_ids is None:
         return agreement(narrow, wide).mean_kl
     # What is no candidate anywhere can differ by a hair; the first rows' candidates cannot all.
@@ -287,7 +265,7 @@ def try_head() -> None:
             context.truncate(1)
             context.decode([2, 3])
     # A head to which nothing is lent does not look at its target.
-    model = LlamaHeadModel(head, cast(Model, target), n_threads=int(n_threads), n_gpu_layers=0)
+    model = LlamaHeadModel(head, cast(Model, target), int(n_threads), 0)
     disagreement(EngineHead(head, model), cast(Model, target))
     if head.reads:
         return

@@ -20,7 +20,7 @@ from localspec.heads.card import HeadCard, TargetFacts
 from localspec.heads.drafters import HEAD_DRAFTERS
 from localspec.heads.file import heads_folder, write_head
 from localspec.heads.kinds import names_published_head
-from localspec.heads.published import EngineHead, load_published, published_for
+from localspec.heads.published import load_published, published_for
 from localspec.heads.trained import Head, heads_for, load_head, target_facts
 from localspec.model_files.gguf import GGUFFile, tensor_rows
 from localspec.model_files.vocab import Vocab
@@ -162,11 +162,10 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
         memory.decode_floats(head.true_rows(memory, states, tokens), tokens, "none" if logits == "none" else "last")
 
     def block(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
-        assert isinstance(head, EngineHead)
         n = memory.n_past + len(tokens)
         rows(memory, tokens, "none")
         if logits != "none":
-            head.block_logits(memory, tokens[-1], head.steps)
+            cast(HeadContext, memory).guesses(tokens[-1], head.steps)
             memory.truncate(n)
 
     def first_layers(memory: Context, tokens: Sequence[int], logits: Wanted) -> None:
@@ -183,20 +182,16 @@ def passes_of(head: DraftHead, context: Context, target: Model) -> PassKind:
             context.decode_floats(_rows(1, model.n_embd), [0])
             context.truncate(0)
 
-    def text(_: Model) -> list[int]:
-        return WHOLE.tokens(target)
-
-    def names(_: Model) -> list[int]:
-        return [0]  # of rows, which do not matter
-
-    if head.kind == "block":
-        return PassKind(lambda _, n: head.new_context(n), names, block)
     if head.kind == "following":
-        return PassKind(lambda _, n: target.new_context(n), text, following_row)
+        return PassKind(lambda _, n: target.new_context(n), lambda _: WHOLE.tokens(target), following_row)
     if head.kind == "exit":
-        return PassKind(lambda _, n: target.new_context(n, hidden=head.taps), text, first_layers)
-    chained = head.kind == "chained" and isinstance(head, Head)
-    return PassKind(lambda _, n: model.new_context(n, hidden=hidden), names, true_rows if chained else rows)
+        taps = head.taps
+        return PassKind(lambda _, n: target.new_context(n, hidden=taps), lambda _: WHOLE.tokens(target), first_layers)
+    # The names of rows do not matter.
+    if head.kind == "block":
+        return PassKind(lambda _, n: head.new_context(n), lambda _: [0], block)
+    passes = true_rows if isinstance(head, Head) else rows
+    return PassKind(lambda _, n: model.new_context(n, hidden=hidden), lambda _: [0], passes)
 
 
 # An untrained head for states that leave the target early: its last norm, and rows of its output matrix.

@@ -7,9 +7,6 @@ al. 2024, arXiv:2401.15077; EAGLE-3's several taps, arXiv:2503.01840):
     state        g_p = block(z_0 … z_p), what the engine returns as "layer:0"
     guess        x_(p+2) ~ softmax(Out[token_map] · norm(g_p))
     chained      z_(p+1) = C · g_p + W · E[x_(p+2)] + b, where the true state is not known yet
-    parallel     rows z_p, mask_1, mask_2, …: row k guesses x_(p+2+k)
-    medusa       h_k = s_p + silu(W_k · s_p + b_k) for the tap "norm" (Cai et al. 2024, arXiv:2401.10774), and
-                 x_(p+2+k) ~ softmax(Out[token_map] · h_k); there is no block
     exit         x_(p+1) ~ softmax(Out[token_map] · norm(s_p)) for a tap "layer:i", with the target's norm
 """
 
@@ -17,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +23,9 @@ import numpy.typing as npt
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.registry import engine_module
 from localspec.backends.repack import MARK
-from localspec.backends.trust import verdict_key, verdicts
-from localspec.errors import EngineMismatch, LocalspecError, UsageError
-from localspec.heads.assembly import OUTPUT_TYPES, assemble, engine_file
-from localspec.heads.base import STATE, DraftHead, row_by_row, verdict_on
+from localspec.errors import LocalspecError, UsageError
+from localspec.heads.assembly import assemble, engine_file
+from localspec.heads.base import STATE, DraftHead, check_alike, row_by_row
 from localspec.heads.card import Kind, TargetFacts
 from localspec.heads.file import check_head, find_heads, head_weights, read_card
 from localspec.heads.products import products
@@ -45,7 +41,7 @@ _FC, _EMBED, _CHAIN = range(3)
 
 
 class Head(DraftHead):
-    """A head that was trained here; ``masks`` are a parallel head's rows for unknown positions [steps - 1, n_embd]."""
+    """A head that was trained here, or an early exit."""
 
     token_map: npt.NDArray[np.int32]
 
@@ -57,17 +53,10 @@ class Head(DraftHead):
             self.kind: Kind = card.kind
             self.taps, self.token_map, self.steps = card.taps, card.token_map, card.steps
             self.rate = card.training.first_rate
-            matrices, self._biases = list[FloatArray](), list[FloatArray]()
-            self.masks: FloatArray = np.empty((0, card.n_embd), dtype=np.float32)
-            if self.kind == "medusa":
-                matrices = [head_weights(file, f"head.{i}.weight") for i in range(card.steps)]
-                self._biases = [head_weights(file, f"head.{i}.bias") for i in range(card.steps)]
-            if card.has_block:
-                parts = ("fc", "embed", "chain") if self.kind == "chained" else ("fc", "embed")
-                matrices = [head_weights(file, f"head.{part}.weight") for part in parts]
-                self._biases = [head_weights(file, "head.embed.bias")]
-            if self.kind == "parallel":
-                self.masks = head_weights(file, "head.mask.weight")
+            matrices = list[FloatArray]()
+            if card.kind == "chained":
+                matrices = [head_weights(file, f"head.{part}.weight") for part in ("fc", "embed", "chain")]
+                self._bias = head_weights(file, "head.embed.bias")
         self._target = GGUFFile(target)
         self._times = products(model, matrices)
 
@@ -79,14 +68,10 @@ class Head(DraftHead):
         return min(MAX_STATES, n_ctx // 2)
 
     def true_rows(self, context: Context, states: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        return self.fuse(states) + self.embed(tokens)
+        return self._times(_FC, states) + self.embed(tokens)
 
     def chained_rows(self, state: FloatArray, tokens: Sequence[int]) -> FloatArray:
-        return self.chain(state) + self.embed(tokens)
-
-    def fuse(self, states: FloatArray) -> FloatArray:
-        """``fc · s``: tapped states side by side, in the order of ``taps`` [n, n_taps * n_embd] -> [n, n_embd]."""
-        return self._times(_FC, states)
+        return self._times(_CHAIN, state) + self.embed(tokens)
 
     def embed(self, tokens: Sequence[int]) -> FloatArray:
         """``W · E[token] + b`` [n, n_embd]; UsageError for an id outside the target's vocabulary."""
@@ -94,7 +79,7 @@ class Head(DraftHead):
             raise UsageError(f"token ids must lie in 0..{self.card.target.n_vocab - 1}")
         new = [token for token in dict.fromkeys(tokens) if token not in self._cache]
         if new:
-            rows = self._times(_EMBED, tensor_rows(self._target, "token_embd.weight", new)) + self._biases[0]
+            rows = self._times(_EMBED, tensor_rows(self._target, "token_embd.weight", new)) + self._bias
             self._cache.update(zip(new, rows, strict=True))
         found: FloatArray = np.empty((len(tokens), self.card.n_embd), dtype=np.float32)
         for row, token in zip(found, tokens, strict=True):
@@ -104,30 +89,10 @@ class Head(DraftHead):
             self._cache.popitem(last=False)
         return found
 
-    def chain(self, states: FloatArray) -> FloatArray:
-        """``C · g`` [n, n_embd]."""
-        return self._times(_CHAIN, states)
-
-    def medusa_logits(self, context: Context, state: FloatArray) -> FloatArray:
-        """Logits of a medusa head, a copy [steps, n_out]: row k is for the token 2 + k places after that of ``state``.
-
-        The context, of this head, is emptied; the state is the target's "norm" [n_embd].
-        """
-        inner = np.concatenate([self._times(i, state[None]) + bias for i, bias in enumerate(self._biases)])
-        # silu(z) = z * sigmoid(z); by tanh, which cannot overflow.
-        rows: FloatArray = state + np.multiply(inner, 0.5 + 0.5 * np.tanh(0.5 * inner), dtype=np.float32)
-        context.truncate(0)
-        # Each row by itself: what stands before it in the memory is multiplied by zero.
-        logits = context.decode_floats(rows, [0] * len(rows)).logits
-        # The engine's last norm has divided every row by this.
-        size = np.sqrt(np.mean(rows**2, axis=1, keepdims=True) + np.float32(self.card.norm_eps))
-        scaled: FloatArray = np.multiply(logits, size, dtype=np.float32)
-        return scaled
-
     def close(self) -> None:
         self._times.close()
-        self.model.close()
         self._target.close()
+        super().close()
 
     def __enter__(self) -> Head:
         return self
@@ -198,37 +163,26 @@ def load_head(
     if card.target.fingerprint != facts.fingerprint:
         made_for = card.target.name
         warn(f"{path.name}: it was trained for another file of this shape ({made_for}), so it may guess worse")
-    options = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
-    for output_type in OUTPUT_TYPES:
-        place = engine_file(path, target, facts.fingerprint, output_type)
-        key = verdict_key(backend, options, place.name)
-        verdict = verdicts().get(key)
-        if verdict is None or verdict["holds"]:
-            if not place.exists():
-                say(f"putting {path.name} together with rows of {target.name} (once)")
-            assemble(place, path, target, output_type)
-            model: Model = engine_module(backend).load(place, **options)
-            try:
-                head = Head(path, target, model)
-                if model.capabilities.batch_invariant:
-                    return head
-                verdict = verdict_on(model, key, path.name, partial(_disagreement, head), say)
-            except BaseException:
-                model.close()
-                raise
-            if verdict["holds"]:
-                return head
-            head.close()
-        why = verdict["why"]
-    raise EngineMismatch(f"{backend} gives different results for {path.name} row by row and in one pass: {why}")
+    place = engine_file(path, target, facts.fingerprint)
+    if not place.exists():
+        say(f"putting {path.name} together with rows of {target.name} (once)")
+    assemble(place, path, target)
+    model: Model = engine_module(backend).load(place, n_threads=n_threads, n_gpu_layers=n_gpu_layers)
+    try:
+        head = Head(path, target, model)
+        check_alike(model, path, place.name, n_gpu_layers, lambda: _disagreement(head), say)
+    except BaseException:
+        model.close()
+        raise
+    return head
 
 
 def _disagreement(head: Head) -> float:
     """The worst mean KL divergence [nats] between rows in one pass and the same rows in narrow ones."""
     rng, n = np.random.default_rng(0), sum(_TIMED_WIDTHS)
     rows = rng.standard_normal((n, head.card.n_embd)).astype(np.float32)
-    if head.card.has_block:
-        tokens = head.token_map[:n].tolist()
-        rows[: len(tokens)] = head.embed(tokens) + head.fuse(np.tile(rows[: len(tokens)], len(head.taps)))
+    if head.kind == "chained":
+        tokens = rng.choice(head.token_map, n).tolist()
+        rows = head.chained_rows(rows, tokens)
     with head.new_context(n) as context:
         return row_by_row(context, rows, range(n), _TIMED_WIDTHS)

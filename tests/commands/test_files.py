@@ -272,7 +272,7 @@ def test_inspect_prints_the_card_of_a_head(head: Path, tiny: TinyFiles, tmp_path
     assert (facts["head"]["kind"], facts["head"]["n_out"], len(training["curve"])) == ("chained", 100, 30)
     assert training["acceptance"] == {"code": [0.52, 0.25], "chat": [0.3, 0.1]}
     assert "memory" not in facts
-    untold = write_random_head(tiny.pair.target, tmp_path / "head.gguf", "medusa", training=Training())
+    untold = write_random_head(tiny.pair.target, tmp_path / "head.gguf", training=Training())
     assert "training      none" in out("inspect", untold)
 
 

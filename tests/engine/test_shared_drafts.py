@@ -42,7 +42,7 @@ def asked(i: int) -> tuple[str, SamplingParams, dict[str, Any]]:
     return f"{i} " + "la la lo " * (1 + i % 5), params, {"draft_length": 1 + i % 4}
 
 
-@pytest.fixture(scope="module", params=["model", "chained", "parallel", "medusa", "early-exit"])
+@pytest.fixture(scope="module", params=["model", "chained", "early-exit"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

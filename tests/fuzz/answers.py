@@ -53,13 +53,11 @@ DRAFTS = (
     ("corpus",),
     ("early-exit",),
     ("chained",),
-    ("parallel",),
-    ("medusa",),
     ("ngram", "model"),
     ("early-exit", "model"),
     ("ngram", "chained"),
     ("ngram", "corpus", "model"),
-    ("ngram", "early-exit", "medusa"),
+    ("ngram", "early-exit", "chained"),
     ("pard",),
     ("text",),
 )
@@ -258,9 +256,7 @@ class World:
             found = {"target": str(pair.target), "model": str(pair.draft), "corpus": f"corpus:{texts}"}
             found |= {"ngram": "ngram", "early-exit": "early-exit:1", "pard": f"pard:{pair.draft}:3"}
             found["text"] = str(write_llama(self.folder / f"{family}-text.gguf", shape, spm_vocab()))
-            kind: Any
-            for kind in ("chained", "parallel", "medusa"):
-                found[kind] = f"head:{write_random_head(pair.target, self.folder / f'{family}-{kind}.gguf', kind)}"
+            found["chained"] = f"head:{write_random_head(pair.target, self.folder / f'{family}-head.gguf')}"
             self._files[family] = found
         return self._files[family]
 

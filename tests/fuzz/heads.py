@@ -6,6 +6,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from tests.support import ggufs
 from tests.support.gguf_vocabs import bpe_vocab
 from tests.support.heads import write_random_head
 
-KINDS = ("chained", "parallel", "medusa")
+KINDS: dict[str, Any] = {"chained": {}, "exit": {"taps": ("layer:0",), "steps": 1}}
 
 KEYS: list[str] = table("heads", "KEYS")
 
@@ -53,7 +54,7 @@ SETTINGS = st.sampled_from(
 )
 
 CASES = st.tuples(
-    st.sampled_from(KINDS),
+    st.sampled_from(list(KINDS)),
     st.lists(
         st.one_of(changes(KEYS, ["localspec.head.token_map"], b"head.fc.weight"), SETTINGS), min_size=1, max_size=3
     ),
@@ -63,22 +64,20 @@ CASES = st.tuples(
 
 def use(head: Head) -> None:
     """Draft a little."""
-    n = head.card.n_embd
+    rows = np.ones((2, head.card.n_embd * len(head.taps)), np.float32)
     with head.new_context(8) as context, np.errstate(all="ignore"):
-        if head.kind == "medusa":
-            rows = head.medusa_logits(context, np.ones(n, np.float32))
-        else:
-            states = np.ones((2, n * len(head.taps)), np.float32)
-            rows = context.decode_floats(head.fuse(states) + head.embed(head.token_map[:2].tolist()), [0, 1]).logits
+        if head.kind != "exit":
+            rows = head.true_rows(context, rows, head.token_map[:2].tolist())
+        rows = context.decode_floats(rows, [0, 1]).logits
     assert rows.shape[1] == len(head.token_map)
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[Check]:
-    target = ggufs.write_llama(folder / "target.gguf", SMALL, bpe_vocab(300))
+    target = ggufs.write_llama(folder / "target.gguf", replace(SMALL, n_layer=2), bpe_vocab(300))
 
     def write(kind: Any) -> Any:
-        return lambda path: write_random_head(target, path, kind, n_out=50, biases=kind == "chained")
+        return lambda path: write_random_head(target, path, kind, n_out=50, **KINDS[kind])
 
     build = Builder(folder, {kind: write(kind) for kind in KINDS})
 

@@ -11,7 +11,7 @@ import pytest
 
 from localspec.errors import ModelFileError, UnsupportedModel, UsageError
 from localspec.heads.card import CurvePoint, HeadCard, Kind, TargetFacts, Training
-from localspec.heads.file import TYPES, check_head, head_weights, read_card, write_head
+from localspec.heads.file import check_head, head_weights, read_card, write_head
 from localspec.model_files.gguf import GGUFFile
 from tests.conftest import TinyFiles
 from tests.fuzz.gguf_cases import take_apart
@@ -33,15 +33,14 @@ TRAINING = Training(
 )
 
 
-def random_weights(card: HeadCard, *, biases: bool = False) -> dict[str, Any]:
+def random_weights(card: HeadCard) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    shapes = card.shapes() | (card.optional_shapes() if biases else {})
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in card.shapes().items()}
 
 
-@pytest.mark.parametrize("kind", ["chained", "parallel", "medusa", "exit"])
+@pytest.mark.parametrize("kind", ["chained", "exit"])
 def test_a_card_comes_back_as_it_was(tmp_path: Path, kind: Kind) -> None:
-    sizes = {"medusa": IDLE | {"taps": ("norm",)}, "exit": IDLE | {"taps": ("layer:1",)}}.get(kind, {})
+    sizes = IDLE | {"taps": ("layer:1",)} if kind == "exit" else {}
     card = replace(CARD, kind=kind, training=TRAINING, license="Apache-2.0", **sizes)
     found = read_card(write_head(tmp_path / "head.gguf", card, random_weights(card)))
     assert found.token_map.tolist() == card.token_map.tolist()
@@ -51,9 +50,9 @@ def test_a_card_comes_back_as_it_was(tmp_path: Path, kind: Kind) -> None:
     assert found.norm_eps == pytest.approx(card.norm_eps)
 
 
-@pytest.mark.parametrize(("type_name", "error"), [("Q8_0", 0.01), ("Q5_1", 0.04), ("Q4_0", 0.1), ("F32", 0.0)])
+@pytest.mark.parametrize(("type_name", "error"), [("Q8_0", 0.01), ("F16", 1e-3), ("F32", 0.0)])
 def test_weights_come_back_as_exact_as_their_type(tmp_path: Path, type_name: str, error: float) -> None:
-    weights = random_weights(CARD, biases=True)
+    weights = random_weights(CARD)
     with GGUFFile(write_head(tmp_path / "head.gguf", CARD, weights, type_name)) as file:
         check_head(file)
         for name, weight in weights.items():
@@ -62,17 +61,6 @@ def test_weights_come_back_as_exact_as_their_type(tmp_path: Path, type_name: str
             tolerance = error * np.sqrt(np.mean(weight**2)) if weight.ndim > 1 else 0.0
             assert np.sqrt(np.mean((found - weight) ** 2)) <= tolerance, name
         assert type_name in file.bytes_by_type
-
-
-def test_the_most_exact_type_that_stays_small_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, sizes = random_weights(CARD), []
-    for type_name in TYPES:
-        sizes.append(write_head(tmp_path / type_name, CARD, weights, type_name).stat().st_size)
-    assert sizes == sorted(sizes, reverse=True)
-    for type_name, size in zip(TYPES, sizes, strict=True):
-        monkeypatch.setattr("localspec.heads.file.MOST_BYTES", size)
-        with GGUFFile(write_head(tmp_path / "head.gguf", CARD, weights)) as file:
-            assert type_name in file.bytes_by_type
 
 
 @pytest.mark.parametrize(
@@ -106,10 +94,8 @@ def test_weights_that_make_no_head_are_not_written(tmp_path: Path, change: dict[
         ({"n_head_kv": 3}, "4 heads, 3 of keys"),
         ({"d_head": 20}, "a multiple of 8"),
         ({"d_ff": 33}, "a multiple of 32"),
-        ({"kind": "medusa"}, "medusa head reads norm"),
         ({"kind": "exit"}, "an exit reads the state after one layer"),
         ({"kind": "exit", "taps": ("layer:3",), **IDLE}, "an exit reads the state after one layer before the last"),
-        ({"kind": "parallel", "steps": 1}, "1 tokens ahead"),
         ({"rope_base": float("nan")}, "base nan"),
         ({"norm_eps": 0.0}, "epsilon 0"),
     ],

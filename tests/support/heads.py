@@ -25,8 +25,7 @@ def write_random_head(
     *,
     seed: int = 0,
     steps: int = 4,
-    type_name: str | None = None,
-    biases: bool = False,
+    type_name: str = "Q8_0",
     copies_target: bool = True,
     training: Training | None = None,
 ) -> Path:
@@ -35,8 +34,7 @@ def write_random_head(
     Args:
         taps: the hidden states that it reads.
         n_out: tokens that it can guess, chosen at random; None for all.
-        type_name: of its matrices; None for the usual.
-        biases: give queries, keys and values a bias.
+        type_name: of its matrices.
         copies_target: of a llama file, take the first block as it is: the head then guesses what the target's first
             layer would, which is right about two times in three where the layers add little (``correlated_pair``).
     """
@@ -57,11 +55,10 @@ def write_random_head(
             rope_base=float(file.field("rope.freq_base", 10000.0)),
             norm_eps=float(file.field("attention.layer_norm_rms_epsilon", 1e-5)),
             training=training or Training(command="a test", seed=seed),
-            **({} if kind == "medusa" else shape),
+            **({} if kind == "exit" else shape),
         )
-        shapes = card.shapes() | (card.optional_shapes() if biases else {})
-        weights = {name: _random(name, shape, rng) for name, shape in shapes.items()}
-        if copies_target and kind != "medusa" and file.architecture == "llama":
+        weights = {name: _random(name, shape, rng) for name, shape in card.shapes().items()}
+        if copies_target and kind != "exit" and file.architecture == "llama":
             copied = {name for name in weights if name.startswith(("blk.0.", "output_norm")) and name in file.tensors}
             weights |= {name: whole(file, name) for name in copied}
     return write_head(out, card, weights, type_name)

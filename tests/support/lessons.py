@@ -1,13 +1,17 @@
-"""Passages: that a tiny model has read, with its states and probabilities, as ``distill`` makes them; and made up."""
+"""Passages that a tiny model has read, as ``distill`` makes them, or made up; and what an engine guesses in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from localspec.backends import reference
+from localspec.backends.base import FloatArray
+from localspec.heads.base import STATE
+from localspec.heads.trained import Head
+from localspec.heads.training.lessons import Stretch
 from localspec.heads.training.shards import Passage, as_states
 
 MADE_UP_TAPS, MADE_UP_WIDTH = ("layer:0", "norm"), 8
@@ -20,7 +24,6 @@ def made_up(name: str, n: int, *, start: int = 3, held_out: bool = False) -> Pas
         name,
         "own",
         start,
-        0.8,
         held_out,
         rng.integers(0, 100, n + 1, dtype=np.int32),
         as_states(rng.standard_normal((n, len(MADE_UP_TAPS), MADE_UP_WIDTH), dtype=np.float32)),
@@ -50,7 +53,6 @@ def written_by(target: Path, taps: Sequence[str], lengths: Sequence[int], *, top
                     f"passage {number}",
                     ("chat", "code")[number % 2],
                     n // 2,
-                    0.0,
                     False,
                     np.array(tokens, dtype=np.int32),
                     as_states(np.concatenate(states)),
@@ -59,3 +61,25 @@ def written_by(target: Path, taps: Sequence[str], lengths: Sequence[int], *, top
                 )
             )
     return found
+
+
+def engine_logits(head: Head, piece: Stretch) -> Iterator[FloatArray]:
+    """An engine's logits of every step [steps, n_out], at every place; steps are given the passage's tokens."""
+    first, end, passage = piece.first_row, piece.end, piece.passage
+    states = passage.states[first:end].reshape(end - first, -1).astype(np.float32)
+    tokens = passage.tokens[first + 1 :].tolist()
+    # What lies behind the end of the passage is asked too, about anything: it is not counted.
+    told = [*tokens, *[tokens[-1]] * head.steps]
+    with head.new_context(end - first + head.steps) as context:
+        rows = head.true_rows(context, states, told[: end - first])
+        for place, row in enumerate(rows[:, None]):
+            if place < piece.begin - first:
+                context.decode_floats(row, told[place : place + 1], "none")
+                continue
+            found = list[FloatArray]()
+            for at in range(place, place + head.steps):
+                forward = context.decode_floats(row, told[at : at + 1])
+                found.append(forward.logits[0].copy())
+                row = head.chained_rows(forward.hidden[STATE], told[at + 1 : at + 2])
+            yield np.stack(found)
+            context.truncate(place + 1)

@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from localspec.heads.training import head_maker as head_maker_module
 from tests.support import ggufs
 
 # Compiling takes most of the time of these tests, and their batches are small.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
-
-
-@pytest.fixture
-def four_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many texts are written side by side is measured, and what is begun depends on it: here it is always four."""
-    monkeypatch.setattr(head_maker_module, "WIDTHS", (4,))
 
 
 @pytest.fixture(scope="session")

@@ -22,17 +22,17 @@ import localspec
 from benchmarks.head_data_curve import read_examples
 from localspec import LLM, Cancelled, EngineError, SamplingParams, UsageError
 from localspec.backends import reference
-from localspec.heads.card import Kind, Training
+from localspec.heads.card import Training
 from localspec.heads.file import find_heads, head_weights, heads_folder, read_card, write_head
 from localspec.heads.listing import inspect
 from localspec.heads.trained import MAX_STATES
 from localspec.heads.training.distill import Distilled, Worth, card_command, distill, gain_of
 from localspec.heads.training.examples import is_held_out
-from localspec.heads.training.lessons import EAGLE3_MEMORY, Stretch, first_lesson, memory_of, n_lessons
-from localspec.heads.training.run_folder import Effort, Recipe, Run, RunError, RunProgress, token_map
+from localspec.heads.training.lessons import Stretch, first_lesson, n_lessons
+from localspec.heads.training.run_folder import Effort, Recipe, Run, RunError, RunProgress, taps_of, token_map
 from localspec.heads.training.shards import Shards
 from localspec.heads.training.start import new_card
-from localspec.heads.training.trainer import evenly
+from localspec.heads.training.trainer import places_tested
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import USER_DEFINED, Vocab
 from tests.support.heads import write_random_head
@@ -41,11 +41,9 @@ from tests.support.waiting import PATIENCE
 
 pytest.importorskip("jax", reason="heads are trained with JAX")
 
-pytestmark = pytest.mark.usefixtures("four_at_once")
-
 RECIPE = Recipe(steps=2, n_out=200, d_ff=64, seed=3)
 EFFORT = Effort(1e4, n_places=800, n_steps=4, n_tests=3, n_questions=1, max_tokens=8, longest_answer=40)
-TAPS = RECIPE.taps(5)
+TAPS = taps_of(5)
 
 
 def run(target: Path, **options: Any) -> Distilled:
@@ -145,7 +143,7 @@ from localspec.heads.training import head_maker
 
 # What is written beyond is refused, as by a full disk.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 head_maker.SECONDS_BETWEEN_WRITES = 0.5
 from localspec.__main__ import main
 main(sys.argv[1:])
@@ -207,10 +205,8 @@ def test_it_steps_aside_while_another_process_answers(
     [
         ({"minutes": 0.0}, "minutes must be over 0"),
         ({"minutes": float("nan")}, "minutes must be over 0"),
-        ({"kind": "eagle"}, "chained, parallel, medusa"),
-        ({"kind": "eagle3"}, "an EAGLE-3 head runs on llama-cpp or mlx"),
         ({"seed": -1}, "the seed must be"),
-        ({"resume": True}, "no chained head of this model to go on with"),
+        ({"resume": True}, "no head of this model to go on with"),
         ({"texts": ["/nowhere"]}, "there is no file or folder /nowhere"),
         ({"prompts": "/nowhere.jsonl"}, "cannot read /nowhere.jsonl"),
         ({"prompts": Path(localspec.__file__).parent / "measuring" / "questions.jsonl"}, "all of these"),
@@ -262,37 +258,32 @@ def test_it_goes_on_from_the_head_there_is_and_is_compared_with_it(target: Path,
     training = made.card.training
     assert training.seed == 1, "the examples of the earlier one would be written again"
     digest = hashlib.sha256(earlier.read_bytes()).hexdigest()[:16]
-    assert training.command.endswith(f"begin_with='earlier.gguf')  # earlier.gguf: sha256 {digest}")
-    assert "kind='chained', seed=1, " in training.command
+    assert training.command.endswith(f" --begin-with earlier.gguf  # earlier.gguf: sha256 {digest}")
+    assert " --seed 1 " in training.command
     assert training.earlier == ("how (5 tokens of data, 6 seen)",)
     # Whoever wants to begins with a linear one, or names another; what does not fit is refused in a line.
     made = run(target, **short, force=True, begin_with="none")
     assert alike(made.path, earlier) < 0.5
     assert (made.card.training.seed, made.card.training.earlier) == (0, ())
-    other = write_random_head(target, isolated_home / "other.gguf", kind="medusa")
-    for named, reason in [(other, "it is a medusa one"), (target, "cannot begin with the head"), ("x", "x")]:
+    other = write_random_head(target, isolated_home / "other.gguf", "exit", ("layer:0",), steps=1)
+    for named, reason in [(other, "its kind, its sizes"), (target, "cannot begin with the head"), ("x", "x")]:
         with pytest.raises(UsageError, match=reason):
             run(target, **short, force=True, begin_with=named)
 
 
-# What it leaves: heads of other kinds, what their cards say, and which of them are kept.
+# What it leaves: what cards say, and which heads are kept.
 
-MEDUSA = replace(RECIPE, kind="medusa")
 BRIEF = replace(EFFORT, n_places=200, n_steps=1)
 
 
-@pytest.mark.parametrize(("kind", "pays"), [("parallel", True), ("medusa", False)])
-def test_a_run_makes_a_head_of_another_kind_that_drafts_and_is_kept_only_if_it_pays(
-    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, pays: bool
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_run_makes_a_head_that_drafts_and_is_kept_only_if_it_pays(
+    target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
     measured = Worth(1.0, 1.0, 1.1, 1.1, 6, ("ngram",), (1.01 if pays else 0.99, 1.2))
     monkeypatch.setattr("localspec.heads.training.distill.measure_worth", lambda *given, **options: measured)
-    made = run(target, recipe=replace(RECIPE, kind=kind), effort=replace(BRIEF, n_places=300))
+    made = run(target, effort=replace(BRIEF, n_places=300))
     assert (made.kept in find_heads()) == pays
-    card = read_card(made.path)
-    assert (card.kind, card.steps, card.n_out) == (kind, 2, 200)
-    assert set(card.training.acceptance) > {"all"}
-    assert card.training.tokens_seen > 0
     with LLM(target, f"head:{made.path}", backend="reference", draft_length=2, n_ctx=128, remember=False) as llm:
         params = SamplingParams(max_tokens=16, ignore_eos=True)
         drafted = llm.generate("la la la", params)
@@ -316,42 +307,34 @@ def test_the_card_says_what_the_whole_run_used(target: Path, isolated_home: Path
     (tmp_path / "my questions.jsonl").write_text('{"id": "1", "category": "x", "turns": ["la la la"]}\n')
     (tmp_path / "more.jsonl").write_text('{"id": "1", "category": "x", "turns": ["la la"]}\n')
     (tmp_path / "rivers.txt").write_text("A sentence about rivers, and then another one. " * 20)
-    first: Any = {"recipe": MEDUSA, "effort": BRIEF, "texts": [tmp_path / "rivers.txt"]}
+    first: Any = {"effort": BRIEF, "texts": [tmp_path / "rivers.txt"]}
     stopped(target, lambda each: each.n_places > 50, **first, prompts=tmp_path / "my questions.jsonl")
-    later: Any = {"recipe": None, "kind": "medusa", "effort": replace(BRIEF, minutes=9e3), "resume": True}
+    later: Any = {"recipe": None, "effort": replace(BRIEF, minutes=9e3), "resume": True}
     with pytest.raises(UsageError, match="begun with the seed 3: leave --seed out"):
         run(target, **later, seed=4)
     with pytest.raises(UsageError, match="begun with another recipe"):
-        run(target, recipe=replace(MEDUSA, n_out=100), effort=BRIEF, resume=True)
-    made = run(target, **later, seed=3, prompts=[tmp_path / "more.jsonl"], command="localspec distill")
-    expected = "--kind medusa --seed 3 --minutes 9000 --prompts 'my questions.jsonl' --prompts more.jsonl"
-    expected = f"localspec distill {shlex.quote(str(target))} {expected} --text rivers.txt --begin-with none"
+        run(target, recipe=replace(RECIPE, n_out=100), effort=BRIEF, resume=True)
+    made = run(target, **later, seed=3, prompts=[tmp_path / "more.jsonl"])
+    expected = "--seed 3 --minutes 9000 --prompts 'my questions.jsonl' --prompts more.jsonl --text rivers.txt"
+    expected = f"localspec distill {shlex.quote(str(target))} {expected} --begin-with none  # {RECIPE}"
     assert made.card.training.command == expected
 
 
-def test_a_call_in_a_card_can_be_made() -> None:
-    def made(command: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        called = SimpleNamespace(distill=lambda *given, **options: (given, options))
-        return eval(command, {"localspec": called, "Recipe": Recipe})  # type: ignore[no-any-return]
-
-    of_run = Run("f", Recipe(kind="parallel", seed=5), 12.5, prompts=["/a/b.jsonl"], texts=["/c/d", "/e"], chats=True)
+def test_a_command_in_a_card_names_what_is_not_of_this_machine() -> None:
+    of_run = Run(Recipe(seed=5), 12.5, prompts=["/a/b.jsonl"], texts=["/c/d", "/e"], chats=True)
     of_run.begins_with, of_run.begins_with_sha256 = "other.gguf", "0123456789abcdef"
-    command = card_command(of_run, "a model")
-    wanted = {"kind": "parallel", "seed": 5, "minutes": 12.5, "prompts": ["b.jsonl"], "texts": ["d", "e"]}
-    assert made(command) == (("a model",), wanted | {"chats": True, "begin_with": "other.gguf"})
-    assert command.endswith("# other.gguf: sha256 0123456789abcdef")
-    assert "--text d --text e --chats --begin-with other.gguf" in card_command(of_run, "a", "localspec distill")
-    recipe = replace(of_run.recipe, n_out=500)
-    assert made(card_command(replace(of_run, recipe=recipe), "a"))[1]["recipe"] == recipe
+    expected = "localspec distill 'a model' --seed 5 --minutes 12.5 --prompts b.jsonl --text d --text e --chats"
+    expected += " --begin-with other.gguf  # other.gguf: sha256 0123456789abcdef"
+    assert card_command(of_run, "a model") == expected
 
 
 def test_a_head_has_the_licence_of_its_target(target: Path, tmp_path: Path) -> None:
     ids = np.arange(200, dtype=np.int32)
     with GGUFFile(target) as file:
         file.metadata["general.license"] = "apache-2.0"
-        card = new_card(file, "f", MEDUSA, ids)
+        card = new_card(file, "f", RECIPE, ids)
         del file.metadata["general.license"]
-        assert new_card(file, "f", MEDUSA, ids).license == ""
+        assert new_card(file, "f", RECIPE, ids).license == ""
     path = write_head(tmp_path / "head.gguf", card, {name: np.zeros(shape) for name, shape in card.shapes().items()})
     assert inspect(path)["license"] == "apache-2.0"
 
@@ -383,12 +366,10 @@ def test_marks_are_special_tokens_and_no_padding(target: Path) -> None:
     assert vocab.marks[0] == 7
 
 
-@pytest.mark.parametrize(("kind", "memory"), [("chained", MAX_STATES), ("eagle3", EAGLE3_MEMORY)])
-def test_a_lesson_sees_as_much_of_the_prompt_as_the_drafter_reads(kind: Kind, memory: int) -> None:
+def test_a_lesson_sees_as_much_of_the_prompt_as_the_drafter_reads() -> None:
     answer = made_up("a", 300, start=200)
     begin = first_lesson(answer)
-    piece = Stretch(answer, begin, begin + 20, memory=memory_of(kind))
-    assert begin + 1 - piece.first_row == memory
+    assert begin + 1 - Stretch(answer, begin, begin + 20).first_row == MAX_STATES
 
 
 def test_several_passages_of_every_category_are_tested() -> None:
@@ -397,7 +378,7 @@ def test_several_passages_of_every_category_are_tested() -> None:
         for category, n in (("own", 100), ("chat", 6), ("code", 2))
         for i in range(n)
     ]
-    chosen = [each.category for each in evenly(passages, 32)]
+    chosen = [each.passage.category for each in places_tested(passages)]
     assert {name: chosen.count(name) for name in dict.fromkeys(chosen)} == {"own": 32, "chat": 4, "code": 2}
 
 

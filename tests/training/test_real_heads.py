@@ -28,7 +28,7 @@ MINUTES = 2
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_a_head_made_in_minutes_drafts(real_model: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     target = real_model(name)
-    trained = trained_head(target, "chained", MINUTES)
+    trained = trained_head(target, MINUTES)
     card = read_card(trained)
     untrained = write_random_head(
         target, tmp_path / "untrained.gguf", "chained", card.taps, card.n_out, steps=card.steps, copies_target=False

@@ -67,7 +67,7 @@ def finished_report(model: str, made: Distilled) -> Report:
         "guesses": f"{made.card.steps} tokens ahead, of {made.card.n_out:,} of {made.card.target.n_vocab:,} tokens",
     }
     parts.append(Facts(facts, "How it was made"))
-    return Report("distill", f"a {made.card.kind} head for {model}", parts)
+    return Report("distill", f"a head for {model}", parts)
 
 
 def _worth_parts(made: Distilled) -> list[Part]:
@@ -121,7 +121,7 @@ def _acceptance_table(acceptance: Rates) -> Table:
         "Right, by how many tokens ahead",
         ["texts kept for testing", *(f"{step + 1}" for step in range(n_steps))],
         rows,
-        "The finished head, on the engine.",
+        "The finished head, in full precision.",
     )
 
 
@@ -262,7 +262,7 @@ def distill_command(model: str | None, html_file: str | None, *, verbose: bool, 
                 write_output(page, html(unfinished_report(target, standing)))
 
         try:
-            made = distill(target, **training, command=COMMAND, report=report, say=watch.say, cancel=stop)
+            made = distill(target, **training, report=report, say=watch.say, cancel=stop)
         except Cancelled:
             watch.clear()
             named = [] if model is None else [target]
@@ -289,7 +289,7 @@ def _check(model: str | None, html_file: str | None, training: Mapping[str, Any]
             raise UsageError(f"--text {text}: there is no such file or folder")
     if html_file == STREAM:
         raise UsageError("--html needs a file")
-    Recipe(kind=training["kind"], seed=training["seed"] or 0)
+    Recipe(seed=training["seed"] or 0)
     if training["minutes"] is not None:
         Effort(training["minutes"])
 
@@ -298,7 +298,6 @@ def _resume(named: list[str], html_file: str | None, training: Mapping[str, Any]
     """The command line that goes on with a run."""
     minutes = training["minutes"]
     options = (
-        ("--kind", training["kind"], "chained"),
         ("--minutes", None if minutes is None else f"{minutes:g}", None),
         ("--html", html_file, None),
         ("--backend", training["backend"], "auto"),

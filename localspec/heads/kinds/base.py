@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel, shown
-from localspec.heads.card import TargetFacts, Training
+from localspec.heads.card import TargetFacts
 from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole, width_of_heads
 from localspec.model_files.nextn import KeysAndValues
 from localspec.model_files.vocab import Vocab
 
-LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:load"}  # llama.cpp computes all kinds; see PublishedHead.engines
+# llama.cpp computes all kinds; see PublishedHead.engines
+LLAMA_CPP = {"llama-cpp": "localspec.heads.llama:LlamaHeadModel"}
 
 # Matrices that a head has or borrows from its target
 OWN_TENSORS = {"embeddings": "token_embd.weight", "output": "output.weight"}
 MEMORY = "keys and values"  # what else a head may borrow: those of the text, which its target keeps
-
-
-class LoadHeadModel(Protocol):
-    """Load a head's weights; its contexts' ``decode_floats`` takes states and the tokens' real ids.
-
-    Raises:
-        UnsupportedModel: the engine has no kernels for it, or cannot borrow what it borrows.
-        ModelFileError: it is damaged.
-        EngineError: the engine refuses it.
-    """
-
-    def __call__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> Model: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,8 @@ class PublishedHead:
 
     kind: str  # its name in files and arguments
     title: str  # its name for people
-    # Engine that computes it -> its LoadHeadModel, as "module:function". The first serves targets on other engines.
+    # Engine that computes it -> what loads its weights, a ``LoadHeadModel`` as "module:function". The first serves
+    # targets on other engines.
     engines: Mapping[str, str]
     path: Path
     taps: tuple[str, ...]  # the hidden states of the target that it reads, in order; see backends.base
@@ -79,15 +68,10 @@ class PublishedHead:
     block: MaskBlock | None = None
     of_model: tuple[str, int] | None = None  # architecture and number of layers of the target, where its file says them
     reads: Mapping[bool, KeysAndValues] | None = None  # of MEMORY: what layers with a window, and without one, read
-    training: Training | None = None  # how it was made, where it was made here
 
     @property
     def row_width(self) -> int:
         return self.n_target * len(self.taps) if self.block else self.n_embd
-
-    @property
-    def rate(self) -> float | None:
-        return self.training.first_rate if self.training is not None else None
 
     def misfit(self, target: TargetFacts, vocab: Vocab, kept: Mapping[bool, KeysAndValues]) -> str:
         """Why it cannot draft for a target, of which ``kept`` is what is ``readable``, in a clause; "" where it can."""
@@ -163,3 +147,8 @@ def layers_read(file: GGUFFile) -> list[int]:
             f"{file.path.name} reads the target's embeddings as one of its states, which is not supported"
         )
     return [int(layer) for layer in layers]
+
+
+LoadHeadModel = Callable[[PublishedHead, Model, int, int | None], Model]
+"""Load a head's weights for a target, with a number of threads, and layers on GPUs as for ``backends.load``; contexts'
+``decode_floats`` takes states and the tokens' real ids. As ``LlamaHeadModel`` raises."""

@@ -8,12 +8,9 @@ matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from localspec.backends.base import Capabilities, FloatArray, Forward, Model, Wanted
 from localspec.backends.reference import (
@@ -27,74 +24,11 @@ from localspec.backends.reference import (
 )
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.base import HeadContext
-from localspec.heads.card import HeadCard, Training, block_shapes
-from localspec.heads.file import output_pieces, output_rows
+from localspec.heads.card import block_shapes
+from localspec.heads.file import output_rows
 from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, attention_sizes, layers_read, token_map
-from localspec.model_files.gguf import (
-    GGUFFile,
-    GGUFOutput,
-    as_type,
-    check_shapes,
-    damaged,
-    new_tensor,
-    whole,
-)
+from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, whole
 from localspec.model_files.vocab import Vocab
-from localspec.system.files import write_atomically
-
-# Files of heads that were trained here, in llama.cpp's layout: its own programs draft with them too. They have the
-# target's tokens, which the engine compares, and output rows for those that the head can guess; the embeddings are the
-# target's. How the head was made is in a key of its own.
-
-TRAINING = "localspec.head.training"  # metadata key: how it was made, as card.Training writes it
-
-
-def write_eagle3(path: Path, card: HeadCard, weights: Mapping[str, npt.NDArray[np.floating]], target: GGUFFile) -> Path:
-    """Write a head atomically: its matrices as Q8_0, its output rows as Q4_0.
-
-    Args:
-        path: its name; the folder must exist.
-        card: what it is; of the kind ``eagle3``.
-        weights: of the shapes that the card says.
-        target: the target's file, open.
-
-    Raises:
-        OSError: the disk refuses.
-        UnsupportedModel: the target has rows that cannot be unpacked.
-    """
-    tensors = [new_tensor(name, shape, _type(shape, "Q8_0")) for name, shape in card.shapes().items()]
-    output = new_tensor("output.weight", (card.n_out, card.n_embd), _type((card.n_out, card.n_embd), "Q4_0"))
-    token_map = new_tensor("d2t", (card.n_out,), "I64")
-    tokens = [where for key, where in target.kv_ranges.items() if key.startswith("tokenizer.ggml.")]
-    with write_atomically(path) as file:
-        encoded = [target.buffer[start:end] for start, end in tokens]
-        writer = GGUFOutput(file, _metadata(card), [*tensors, output, token_map], encoded=encoded)
-        for tensor in tensors:
-            writer.write(as_type(np.asarray(weights[tensor.name], dtype=np.float32), tensor.type_name))
-        for rows in output_pieces(target, card):
-            writer.write(as_type(rows, output.type_name))
-        writer.write(card.token_map.astype("<i8"))
-    return path
-
-
-def _type(shape: tuple[int, ...], wanted: str) -> str:
-    if len(shape) == 1:
-        return "F32"
-    return wanted if shape[-1] % 32 == 0 else "F16"
-
-
-def _metadata(card: HeadCard) -> dict[str, Any]:
-    return {
-        "general.architecture": "eagle3",
-        "general.name": f"EAGLE-3 head for {card.target.name}",
-        **({"general.license": card.license} if card.license else {}),
-        TRAINING: card.training.to_json(),
-        **card.layer_metadata("eagle3"),
-        "eagle3.target_hidden_size": card.target.n_embd,
-        # What goes into a layer came out of the one before.
-        "eagle3.target_layers": np.array([int(tap.removeprefix("layer:")) + 1 for tap in card.taps], dtype=np.int32),
-    }
-
 
 N_TAPS = 3
 
@@ -135,7 +69,8 @@ def read(file: GGUFFile) -> PublishedHead:
     return PublishedHead(
         kind="eagle3",
         title="EAGLE-3",
-        engines=LLAMA_CPP | {"mlx": "localspec.heads.kinds.mlx:load_eagle3", "reference": f"{__name__}:load_reference"},
+        engines=LLAMA_CPP
+        | {"mlx": "localspec.heads.kinds.mlx:load_eagle3", "reference": f"{__name__}:ReferenceHeadModel"},
         path=file.path,
         taps=tuple(f"layer:{layer - 1}" for layer in layers),  # what goes into a layer came out of the last
         n_target=n_target,
@@ -145,16 +80,7 @@ def read(file: GGUFFile) -> PublishedHead:
         fuses=True,
         borrows=tuple(borrows),
         vocab=vocab,
-        training=_training(file),
     )
-
-
-def _training(file: GGUFFile) -> Training | None:
-    text = file.metadata.get(TRAINING)
-    try:
-        return None if text is None else Training.from_json(str(text))
-    except ValueError as error:
-        raise damaged(file, f"{TRAINING}: {error}") from None
 
 
 # EAGLE-3 heads in NumPy and float64: as the reference backend, their logits do not depend on the width of a pass.
@@ -167,7 +93,7 @@ class ReferenceHeadModel(ReferenceModel):
         UnsupportedModel: it borrows from a target elsewhere.
     """
 
-    def __init__(self, head: PublishedHead, target: Model) -> None:
+    def __init__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> None:
         if head.borrows and not isinstance(target, ReferenceModel):
             what = " and ".join(head.borrows)
             raise UnsupportedModel(
@@ -238,8 +164,3 @@ class ReferenceHeadContext(HeadContext, ReferenceContext):
         norm = self._normalised(state)
         both = np.concatenate([self._normalised(embedding), norm])
         return both, norm * self.model.state_norm if self.model.goes_on_from_norm else state
-
-
-def load_reference(head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> ReferenceHeadModel:
-    """See ``LoadHeadModel``; it runs on one thread of the CPU."""
-    return ReferenceHeadModel(head, target)

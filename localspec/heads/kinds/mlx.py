@@ -40,18 +40,18 @@ from localspec.heads.mlx import (
 )
 from localspec.model_files.gguf import GGUFFile
 
+_BLOCK = MLP | {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+}
+
 EAGLE3 = Architecture(
     "eagle3",
-    {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_norm": "embedding_norm",
-        "attn_norm_2": "state_norm",
-        "ffn_norm": "ffn_norm",
-    }
-    | MLP,
+    _BLOCK | {"attn_norm": "embedding_norm", "attn_norm_2": "state_norm"},
     interleaved=True,
     top={"fc": "fc", "enc.output_norm": "fc_norm"},
     no_parameters=("d2t",),
@@ -118,17 +118,7 @@ load_eagle3 = loader(lambda head, target: read_network(head, target, EAGLE3, _EA
 
 DFLASH = Architecture(
     "dflash",
-    {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "attn_norm": "attn_norm",
-        "ffn_norm": "ffn_norm",
-    }
-    | MLP,
+    _BLOCK | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     top={"fc": "fc", "enc.output_norm": "fc_norm"},
     no_parameters=("d2t",),
 )

@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localspec.backends.llama.llama_cpp import NAME as LLAMA_CPP
 from localspec.engine.options import checked_spec
 from localspec.engine.saved import chat_files
 from localspec.errors import Cancelled, EngineUnavailable, LocalspecError, UsageError
@@ -28,7 +27,7 @@ from localspec.heads.card import HeadCard
 from localspec.heads.file import heads_folder, read_card
 from localspec.heads.trained import heads_for, target_facts
 from localspec.heads.training.examples import TEST, Asked, Material, Overlap, chat_in, read_texts, without
-from localspec.heads.training.run_folder import Effort, Recipe, Report, Run, RunError, RunFolder, RunProgress
+from localspec.heads.training.run_folder import Effort, Recipe, Report, Run, RunError, RunFolder
 from localspec.heads.training.start import NO_HEAD, earlier_head
 from localspec.llm import LLM
 from localspec.measuring.statistics import Values, estimate
@@ -50,109 +49,76 @@ from localspec.system.files import home, is_same_file, write_atomically
 if TYPE_CHECKING:
     from localspec.heads.training.head_maker import HeadMaker
 
-_DIGITS = 16
 
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What was asked for in this call; None stands for the run's own. See ``distill``."""
-
-    kind: str
-    seed: int | None
-    recipe: Recipe | None
-    minutes: float | None
-    begin_with: str | Path | None
-    resume: bool
-    force: bool
-
-    @property
-    def new_recipe(self) -> Recipe:
-        return self.recipe or Recipe(kind=self.kind, seed=self.seed or 0)  # type: ignore[arg-type]
-
-
-def _open_run(target: Path, folder: RunFolder, wanted: _Wanted, say: Callable[[str], None]) -> Run:
-    """The run to work on, with the head that it begins with in its folder.
+def _open_run(
+    target: Path,
+    folder: RunFolder,
+    say: Callable[[str], None],
+    *,
+    seed: int | None,
+    recipe: Recipe | None,
+    minutes: float | None,
+    begin_with: str | Path | None,
+    resume: bool,
+) -> Run:
+    """The run to work on, with the head that it begins with in its folder; for the arguments see ``distill``.
 
     Raises:
         UsageError: there is one, and neither resume nor force was said; none to resume; or it was begun differently.
-        RunError: what lies there is damaged, or of another file.
+        RunError: what lies there is damaged.
     """
-    if wanted.force:
-        folder.clear()
     run = folder.read()
     if run is not None:
-        _go_on(run, folder, wanted)
-    elif wanted.resume:
-        raise UsageError(f"there is no {wanted.new_recipe.kind} head of this model to go on with; leave --resume out")
+        what, done = "made" if run.finished else "begun", (run.data_seconds + run.training_seconds) / 60
+        state = f"a head of this model was {what}, {done:.0f} minutes of work"
+        if not resume:
+            raise UsageError(f"{state}: --resume goes on with it (--minutes counts them), --force begins anew")
+        if recipe is None and seed not in (None, run.recipe.seed):
+            was = f"the run was begun with the seed {run.recipe.seed}"
+            raise UsageError(f"{was}: leave --seed out, or --force begins anew")
+        if recipe not in (None, run.recipe):
+            raise UsageError(f"the run was begun with another recipe, {run.recipe}; --force begins anew")
+        if run.finished and (minutes or 0.0) <= run.minutes:
+            raise UsageError(f"{state}; --minutes over {run.minutes:g} goes on with it")
+        run.minutes, run.finished = float(minutes or run.minutes), False
+    elif resume:
+        raise UsageError("there is no head of this model to go on with; leave --resume out")
     else:
-        run = Run(folder.fingerprint, wanted.new_recipe, float(wanted.minutes or Effort().minutes))
-    if not folder.checkpoint.exists() and (wanted.begin_with is not None or not wanted.resume):
-        earlier = earlier_head(target, folder.fingerprint, run.recipe, wanted.begin_with)
-        is_chosen = wanted.seed is not None or wanted.recipe is not None or wanted.resume
-        _begin_with(earlier, folder, run, say, seed_is_chosen=is_chosen)
-    elif wanted.begin_with is not None:
-        raise UsageError("this head has learned already: what it begins with cannot be changed; --force begins anew")
+        run = Run(recipe or Recipe(seed=seed or 0), float(minutes or Effort().minutes))
+    if folder.checkpoint.exists():
+        if begin_with is not None:
+            raise UsageError(
+                "this head has learned already: what it begins with cannot be changed; --force begins anew"
+            )
+    elif begin_with is not None or not resume:
+        earlier = earlier_head(target, folder.fingerprint, run.recipe, begin_with)
+        if earlier is None:
+            run.begins_with, run.begins_with_sha256 = NO_HEAD, ""
+            folder.earlier.unlink(missing_ok=True)
+        else:
+            data = earlier.read_bytes()
+            run.begins_with, run.begins_with_sha256 = earlier.name, hashlib.sha256(data).hexdigest()[:16]
+            with write_atomically(folder.earlier, private=True) as file:
+                file.write(data)
+            if seed is None and recipe is None and not resume:
+                run.recipe = replace(run.recipe, seed=read_card(folder.earlier).training.seed + 1)
+            say(f"it goes on from {earlier.name}, with other examples (seed {run.recipe.seed})")
     return run
 
 
-def _go_on(run: Run, folder: RunFolder, wanted: _Wanted) -> None:
-    done, minutes = (run.data_seconds + run.training_seconds) / 60, wanted.minutes
-    what = "made" if run.finished else "begun"
-    state = f"a {run.recipe.kind} head of this model was {what}, {done:.0f} minutes of work"
-    if not wanted.resume:
-        raise UsageError(f"{state}: --resume goes on with it (--minutes counts them), --force begins anew")
-    if run.target != folder.fingerprint:
-        raise RunError(f"{folder.path} is of another file; --force begins anew")
-    if wanted.recipe is None and wanted.seed not in (None, run.recipe.seed):
-        raise UsageError(f"the run was begun with the seed {run.recipe.seed}: leave --seed out, or --force begins anew")
-    if wanted.recipe not in (None, run.recipe):
-        raise UsageError(f"the run was begun with another recipe, {run.recipe}; --force begins anew")
-    if run.finished and (minutes or 0.0) <= run.minutes:
-        raise UsageError(f"{state}; --minutes over {run.minutes:g} goes on with it")
-    run.minutes, run.finished = float(minutes or run.minutes), False
+def card_command(run: Run, model: str) -> str:
+    """The command line that makes the head of the whole run again.
 
-
-def _begin_with(
-    earlier: Path | None, folder: RunFolder, run: Run, say: Callable[[str], None], *, seed_is_chosen: bool
-) -> None:
-    if earlier is None:
-        run.begins_with, run.begins_with_sha256 = NO_HEAD, ""
-        folder.earlier.unlink(missing_ok=True)
-        return
-    data = earlier.read_bytes()
-    run.begins_with, run.begins_with_sha256 = earlier.name, hashlib.sha256(data).hexdigest()[:_DIGITS]
-    with write_atomically(folder.earlier, private=True) as file:
-        file.write(data)
-    if not seed_is_chosen:
-        run.recipe = replace(run.recipe, seed=read_card(folder.earlier).training.seed + 1)
-    say(f"it goes on from {earlier.name}, with other examples (seed {run.recipe.seed})")
-
-
-def card_command(run: Run, model: str, typed: str = "") -> str:
-    """What makes the head of the whole run again: a command line, or a call from Python where ``typed``, its beginning,
-    is empty.
-
-    Files are named without folders, which are of this machine; the first digits of the SHA-256 of the head that it
-    begins with follow as a comment.
+    Files are named without folders, which are of this machine. As a comment follow the first digits of the SHA-256 of
+    the head that it begins with, and a recipe that no option asks for.
     """
-    recipe = run.recipe
-    usual = recipe == Recipe(kind=recipe.kind, seed=recipe.seed)
-    facts: dict[str, Any] = {"kind": recipe.kind, "seed": recipe.seed} if usual or typed else {"recipe": recipe}
-    facts["minutes"] = float(f"{run.minutes:g}")
-    own = {name: [Path(path).name for path in getattr(run, name)] for name in ("prompts", "texts")}
-    facts |= {name: names for name, names in own.items() if names}
-    facts |= {"chats": True} if run.chats else {}
-    facts["begin_with"] = run.begins_with
-    if typed:
-        parts = [model]
-        for name, fact in facts.items():
-            option = "--text" if name == "texts" else f"--{name.replace('_', '-')}"
-            for value in fact if isinstance(fact, list) else [fact]:
-                parts += [option] if value is True else [option, f"{value:g}" if name == "minutes" else str(value)]
-        line = f"{typed} {shlex.join(parts)}"
-    else:
-        line = f"localspec.distill({', '.join([repr(model), *(f'{name}={fact!r}' for name, fact in facts.items())])})"
-    return f"{line}  # {run.begins_with}: sha256 {run.begins_with_sha256}" if run.begins_with_sha256 else line
+    words = ["localspec", "distill", model, "--seed", str(run.recipe.seed), "--minutes", f"{run.minutes:g}"]
+    for option, paths in (("--prompts", run.prompts), ("--text", run.texts)):
+        words += [word for path in paths for word in (option, Path(path).name)]
+    words += [*["--chats"] * run.chats, "--begin-with", run.begins_with]
+    comments = [f"{run.begins_with}: sha256 {run.begins_with_sha256}"] if run.begins_with_sha256 else []
+    comments += [] if run.recipe == Recipe(seed=run.recipe.seed) else [str(run.recipe)]
+    return "  # ".join([shlex.join(words), *comments])
 
 
 # What a head is worth here: tokens per second with it and without it, on questions it was not trained on.
@@ -207,7 +173,6 @@ def distill(
     model: str | Path,
     *,
     minutes: float | None = None,
-    kind: str = "chained",
     seed: int | None = None,
     begin_with: str | Path | None = None,
     resume: bool = False,
@@ -217,7 +182,6 @@ def distill(
     chats: bool = False,
     backend: str = "auto",
     n_threads: int | None = None,
-    command: str = "",
     report: Report | None = None,
     say: Say | None = None,
     cancel: threading.Event | None = None,
@@ -233,21 +197,19 @@ def distill(
     Args:
         model: the target: a catalogue name, a path to a ``.gguf`` file, or ``hf:OWNER/REPO/FILE.gguf``.
         minutes: of work, all calls of a run together; None is 60, or what the run was begun with.
-        kind: ``chained``, ``parallel``, ``medusa`` or ``eagle3`` (on llama-cpp or MLX); see docs/heads.md.
         seed: of every random choice; None is 0, or one more than that of the head that it begins with.
         begin_with: a head's file to start from; "none" starts with a linear head. None takes the head that drafters
-            would take, if it is of this kind and size.
-        resume: go on with the run of this kind of head; a finished one goes on if there are more minutes.
+            would take, if it is of this size.
+        resume: go on with the run; a finished one goes on if there are more minutes.
         force: begin anew where a run was begun.
         prompts: files of questions in the format of Spec-Bench for the target to answer.
         texts: files and folders of text for it to read.
         chats: whether it reads the chats that were saved in this ``LOCALSPEC_HOME``.
         backend, n_threads: as for ``LLM``.
-        command: the command line up to the model, for the head's card; "" is a call from Python.
         report: called after every pass and step, with where it stands.
         say: takes remarks, a line each.
         cancel: set it, from any thread, to stop; the run can be resumed.
-        recipe: sizes of the head, instead of ``kind`` and ``seed``.
+        recipe: sizes of the head, instead of ``seed``.
         effort: bounds on the work, instead of ``minutes``.
 
     Raises:
@@ -257,16 +219,28 @@ def distill(
         EngineError: the engine failed, returns no hidden states, or there is no JAX to train with.
         RunError: the disk refuses, or what lies there of the run is damaged.
     """
-    wanted = _Wanted(kind, seed, recipe, minutes if effort is None else effort.minutes, begin_with, resume, force)
+    if find_spec("jax") is None:
+        raise EngineUnavailable("training a head needs JAX: pip install 'localspec[distill]'")
     if effort is None and minutes is not None:
         effort = Effort(minutes)
-    backend = _engine_for(wanted.new_recipe.kind, backend)
+    Recipe(seed=seed or 0)  # refuses a wrong seed before the model is read
     say, report, cancel = say or (lambda line: None), report or (lambda standing: None), cancel or threading.Event()
     name = checked_spec("model", model)
     path = Catalog.load().resolve(name)
-    folder = RunFolder(path, target_facts(path).fingerprint, wanted.new_recipe.kind)
+    folder = RunFolder(path, target_facts(path).fingerprint)
     with _disk_errors(folder), folder.locked():
-        run = _open_run(path, folder, wanted, say)
+        if force:
+            folder.clear()
+        run = _open_run(
+            path,
+            folder,
+            say,
+            seed=seed,
+            recipe=recipe,
+            minutes=None if effort is None else effort.minutes,
+            begin_with=begin_with,
+            resume=resume,
+        )
         prompts = [prompts] if isinstance(prompts, str | Path) else prompts or ()
         for paths, more in ((run.prompts, prompts), (run.texts, texts)):
             paths += [place for place in dict.fromkeys(map(os.path.abspath, more)) if place not in paths]
@@ -279,7 +253,7 @@ def distill(
         from localspec.heads.training.head_maker import HeadMaker  # needs JAX, which is there now
 
         maker = HeadMaker(path, folder, run, effort, material, tested, report, say, cancel)
-        card, engine = maker.work(backend, n_threads, card_command(run, name, command))
+        card, engine = maker.work(backend, n_threads, card_command(run, name))
         worth: Worth | None = None
         kept: Path | None = None
         try:
@@ -289,21 +263,13 @@ def distill(
         except LocalspecError as error:
             say(f"what the head is worth cannot be measured: {error}")
         if worth is not None and worth.pays:
-            kept = heads_folder() / f"{path.stem}.{run.recipe.kind}.gguf"
+            kept = heads_folder() / f"{path.stem}.gguf"
             kept.parent.mkdir(parents=True, exist_ok=True)
             with write_atomically(kept) as file:
                 file.write(folder.head.read_bytes())
         run.finished = True
         folder.write(run)
     return Distilled(folder.head, kept, card, worth)
-
-
-def _engine_for(kind: str, backend: str) -> str:
-    if kind == "eagle3" and backend not in ("auto", LLAMA_CPP, "mlx"):
-        raise UsageError(f"an EAGLE-3 head runs on {LLAMA_CPP} or mlx, and so does its target, not on {backend}")
-    if find_spec("jax") is None:
-        raise EngineUnavailable("training a head needs JAX: pip install 'localspec[distill]'")
-    return LLAMA_CPP if kind == "eagle3" and backend == "auto" else backend
 
 
 def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
@@ -327,7 +293,7 @@ def _lessons(run: Run, effort: Effort) -> tuple[Material, Overlap]:
     material = without(Material(asked, read, texts.remarks), tested)
     chosen = in_turns(own_questions("tuning"))[: min(effort.n_tests, int(effort.minutes / 2))]
     tests = [Asked(f"{TEST}{question.id}", question.category, question.turns[:1]) for question in chosen]
-    return replace(material, asked=[*tests, *material.asked]), tested
+    return replace(material, tests=tests), tested
 
 
 def measure_worth(
@@ -341,7 +307,7 @@ def measure_worth(
     """
 
     def report(what: str, fraction: float | None) -> None:
-        maker.show(RunProgress("measuring", text=what, fraction=fraction))
+        maker.show("measuring", what, 1.0 if fraction is None else fraction)
 
     began, draft = time.monotonic(), Catalog.load().draft_for(target)
     heads = [path for path in heads_for(target)[:1] if not is_same_file(path, head)]

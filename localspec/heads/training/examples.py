@@ -1,8 +1,7 @@
 """Examples: the target writes prompts and answers them, many at a time, and what it computes is kept.
 
-60 % of answers are greedy and 40 % drawn at temperature 0.8; prompts are always drawn, at 0.7 or 0.9. A conversation is
-one sequence, and every place of it is a lesson; heads are tested with one answer to a prompt that stands alone. All
-that is random is addressed by the seed and the passage's name, so a text does not depend on the others, but for what an
+60 % of answers are greedy and 40 % drawn at temperature 0.8; prompts are always drawn, at 0.7 or 0.9. All that is
+random is addressed by the seed and the passage's name, so a text does not depend on the others, but for what an
 engine's kernels make of the width of a pass.
 """
 
@@ -13,11 +12,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import resources
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,14 +55,10 @@ class PromptFormat:
 
     Attributes:
         ends: tokens that end what a user says.
-        longest_prompt: tokens of it at most; where it goes on, it is cut after a sentence.
-        before_answer: tokens between what the user says and the answer.
-        before_user: tokens between an answer and what the user says next; None where there is no such thing.
+        longest_prompt: tokens of it at most.
     """
 
     longest_prompt = 24
-    before_answer: Sequence[int] = ()
-    before_user: Sequence[int] | None = None
 
     def __init__(self, encoder: PromptEncoder, model: Model) -> None:
         self._encoder = encoder
@@ -75,7 +69,7 @@ class PromptFormat:
         return self._encoder.tokenize(_heading(field), add_special=True) or [0]
 
     def asked(self, field: str | None, said: str, *, ended: bool) -> str | None:
-        """The user's question in what the target said after ``opening``; None if there is none, or it was cut off."""
+        """The user's question in what the target said after ``opening``, to its end or not; None if there is none."""
         return _heading(field) + said if said.strip() else None
 
     def answering(self, messages: Messages) -> list[int]:
@@ -92,24 +86,19 @@ class ChatFormat(PromptFormat):
 
     def __init__(self, encoder: PromptEncoder, model: Model) -> None:
         super().__init__(encoder, model)
-        turns = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]
-        after = self._rendered(turns[:1], answering=True).partition(_MARK)[2]
-        self.before_answer = encoder.tokenize(after, parse_special=True)
-        self.ends |= {token for token in self.before_answer[:1] if model.vocab.is_control(token)}
-        with suppress(TemplateError, IndexError):  # it refuses earlier answers, or leaves them out
-            self.before_user = encoder.tokenize(self._rendered(turns).split(_MARK)[2], parse_special=True)
+        turn = encoder.template.render([{"role": "user", "content": _MARK}], add_generation_prompt=True)
+        after = encoder.tokenize(turn.partition(_MARK)[2], parse_special=True)
+        self.ends |= {token for token in after[:1] if model.vocab.is_control(token)}
         self._bos = model.vocab.bos if model.vocab.add_bos else None
-
-    def _rendered(self, messages: Messages, *, answering: bool = False) -> str:
-        return self._encoder.template.render(messages, add_generation_prompt=answering)
 
     def opening(self, field: str | None) -> list[int]:
         turn = {"role": "user", "content": _MARK}
         system = {"role": "system", "content": f"You are a helpful assistant. The user asks about {field}."}
+        render = partial(self._encoder.template.render, add_generation_prompt=False)
         try:
-            text = self._rendered([turn] if field is None else [system, turn])
+            text = render([turn] if field is None else [system, turn])
         except TemplateError:  # it knows no system prompt
-            text = self._rendered([turn])
+            text = render([turn])
         tokens = self._encoder.tokenize(text.partition(_MARK)[0], parse_special=True)
         return tokens if self._bos is None or tokens[:1] == [self._bos] else [self._bos, *tokens]
 
@@ -176,11 +165,12 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """The user's own, and remarks on what was left out, a line each."""
+    """What heads are tested on, the user's own, and remarks on what of that was left out, a line each."""
 
     asked: Sequence[Asked] = ()
     read: Sequence[Read] = ()
     remarks: list[str] = field(default_factory=list)
+    tests: Sequence[Asked] = ()
 
 
 class Overlap:
@@ -278,9 +268,6 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
 
 N_CTX_EACH = 512  # room of a sequence [tokens]. Without flash attention every row looks at the cells of all sequences.
 
-# Tokens. More answers teach more than longer ones, and a run that is stopped has more of them whole.
-LONGEST_ANSWER = 320
-
 LONGEST_READ = 512  # tokens of a text that are read in one piece
 ROWS_PER_PASS = 96  # most tokens of a pass: a chat that begins waits for it
 HELD_OUT = 16  # one passage in so many is kept for testing,
@@ -291,7 +278,6 @@ ANSWER_TEMPERATURE = 0.8
 PROMPT_TEMPERATURES = (0.7, 0.9)
 _TOP_P, _TOP_K = 0.95, 200
 
-_GOES_ON_SHARE = 0.6  # share of answers with room for another turn that get one
 _SHORTEST = 8  # least places of a passage
 _BLOCK = 1 << 16  # characters of a text that are tokenised at a time
 _LOOP, _LONGEST_PERIOD = 64, 16  # so many tokens that repeat so few end an answer: small models go round in circles
@@ -312,11 +298,10 @@ class _Sequence:
     temperature: float
     todo: list[int]  # tokens that the target is fed next; what it says follows the last one
     given: int  # tokens that were given; what comes after is the target's own
-    longest: int  # most tokens of its own in this turn
+    longest: int  # most tokens of its own
     about: str | None = None  # field of life of a prompt that the target writes
     messages: Messages = ()
     turns: Sequence[str] = ()  # what the user says after this answer
-    turn: int = 0  # where this turn began
     fed: list[int] = field(default_factory=list)
     states: list[npt.NDArray[np.float16]] = field(default_factory=list)
     top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -324,8 +309,8 @@ class _Sequence:
 
     @property
     def own(self) -> list[int]:
-        """What the target said in this turn."""
-        return self.fed[self.turn or self.given :]
+        """What the target said."""
+        return self.fed[self.given :]
 
 
 class ExampleMaker:
@@ -333,61 +318,48 @@ class ExampleMaker:
 
     Args:
         batch: the memories of the sequences, with the taps.
-        material: what heads are tested on, which is begun first; and the user's own, half of what is begun after it.
+        material: its tests are begun first; the user's own are half of what is begun after them.
         is_tested_with: whether a prompt is among what heads are tested with; such a one is dropped.
         done: names of passages that there are already.
+        longest_answer: most tokens of an answer.
 
     Attributes:
         n_tokens: tokens that the target has said or read.
-        n_dropped: prompts in vain.
         remarks: what of the material was left out, a line each.
     """
 
     def __init__(
         self,
         model: Model,
-        format: PromptFormat,
         batch: SequenceBatch,
         seed: int,
-        material: Material | None = None,
-        is_tested_with: Callable[[str], bool] = lambda text: False,
-        done: Set[str] = frozenset(),
-        *,
-        longest_answer: int = LONGEST_ANSWER,
+        material: Material,
+        is_tested_with: Callable[[str], bool],
+        done: Set[str],
+        longest_answer: int,
     ) -> None:
         self._model, self._vocab = model, model.vocab
-        self._format = format
+        self._format = format_of(model)
         self._batch = batch
         self._seed = seed
         self._longest_answer = longest_answer
         self._is_tested_with = is_tested_with
         self._asked_before: set[str] = set()
         self.remarks: list[str] = []
-        self.n_tokens = self.n_dropped = 0
+        self.n_tokens = 0
         self._next_own = 1 + max((int(name[4:]) for name in done if name.startswith("own-")), default=-1)
-        material = material or Material()
-        tests = [asked for asked in material.asked if asked.name.startswith(TEST)]
-        others = [asked for asked in material.asked if not asked.name.startswith(TEST)]
-        self._tests = self._sequences_of(Material(tests), done)
-        self._brought = self._sequences_of(Material(others, material.read), done)
+        self._tests = self._sequences_of(material.tests, (), done)
+        self._brought = self._sequences_of(material.asked, material.read, done)
         self._n_started = 0
         self._at_work = [self._begin() for _ in range(batch.n_sequences)]
 
     # What is begun.
 
-    def _sequences_of(self, material: Material, done: Set[str]) -> Iterator[_Sequence]:
+    def _sequences_of(self, asked: Iterable[Asked], read: Iterable[Read], done: Set[str]) -> Iterator[_Sequence]:
         """What the user brought, prompts and texts in turns."""
-        kinds: list[Iterator[_Sequence]] = [
-            (made for asked in material.asked for made in self._answer_to(asked) if made.name not in done),
-            (made for read in material.read for made in self._pieces(read) if made.name not in done),
-        ]
-        while kinds:
-            for kind in list(kinds):
-                made = next(kind, None)
-                if made is None:
-                    kinds.remove(kind)
-                else:
-                    yield made
+        answers = (made for each in asked for made in self._answer_to(each))
+        pieces = (made for each in read for made in self._pieces(each))
+        return (made for both in zip_longest(answers, pieces) for made in both if made and made.name not in done)
 
     def _answer_to(self, asked: Asked) -> Iterator[_Sequence]:
         name = f"asked-{asked.name}"
@@ -473,7 +445,7 @@ class ExampleMaker:
     ) -> Passage | None:
         sequence.fed += tokens
         del sequence.todo[: len(tokens)]
-        if sequence.stage != "prompt" or not is_held_out(sequence.name):
+        if sequence.stage != "prompt":
             sequence.states.append(as_states(np.stack(states, axis=1)))
             ids, logprobs = likeliest(logits)
             sequence.top_ids.append(ids)
@@ -483,65 +455,30 @@ class ExampleMaker:
             return self._end(i, sequence) if len(sequence.todo) == 1 else None
         if sequence.todo:
             return None
-        noise = Noise(derived(self._seed, f"{sequence.name}/{sequence.stage}/{sequence.turn}"))
+        noise = Noise(derived(self._seed, f"{sequence.name}/{sequence.stage}"))
         params = SamplingParams(temperature=sequence.temperature, top_k=_TOP_K, top_p=_TOP_P)
         said = distribution(logits[-1], (), params).sample(noise, len(sequence.fed))
         sequence.todo = [said]
-        ended = said in (self._format.ends if sequence.stage == "prompt" else self._vocab.eog)
-        n_own = len(sequence.own) + 1
         self.n_tokens += 1
-        if sequence.stage == "prompt":
-            ends = _SENTENCE_END.search(self._text([said])[-1:]) is not None
-            whole = ends and 2 * n_own > sequence.longest
-            if ended or whole or n_own >= sequence.longest:
-                return self._ask(i, sequence, ended=ended, whole=ended or whole)
+        ended = said in (self._format.ends if sequence.stage == "prompt" else self._vocab.eog)
+        if not ended and len(sequence.own) + 1 < sequence.longest and not goes_round(sequence.own):
             return None
-        if ended and self._goes_on(sequence):
-            return None
-        return self._end(i, sequence) if ended or n_own >= sequence.longest or goes_round(sequence.own) else None
-
-    def _ask(self, i: int, prompt: _Sequence, *, ended: bool, whole: bool) -> Passage | None:
-        """Have a written prompt answered, if it is one; else what came before it is a passage."""
-        text = self._format.asked(prompt.about, self._text(prompt.own + ([] if ended else prompt.todo)), ended=whole)
-        tested = text is not None and self._is_tested_with(text)
-        if text is None or text in self._asked_before or tested:
-            self.n_dropped += 1
-            self._follow(i, None)
-            return self._passage(prompt) if prompt.turn and not tested else None
-        self._asked_before.add(text)
-        if whole and not is_held_out(prompt.name) and (self._format.before_answer or not ended):
-            self._turn(prompt, "answer", self._format.before_answer, ended=ended)
-        else:
-            self._follow(i, self._answer(prompt.name, prompt.category, [{"role": "user", "content": text}]))
+        if sequence.stage == "answer":
+            return self._end(i, sequence)
+        self._follow(i, self._asked(sequence, ended=ended))
         return None
 
-    def _goes_on(self, answer: _Sequence) -> bool:
-        between = self._format.before_user
-        if between is None or not answer.turn:
-            return False
-        room = self._batch.n_ctx - len(answer.fed) - len(between) - self._format.longest_prompt
-        chance = Noise(derived(self._seed, f"{answer.name}/goes on")).uniform(0, len(answer.fed))
-        if room < self._longest_answer // 2 or chance >= _GOES_ON_SHARE:
-            return False
-        self._turn(answer, "prompt", between, ended=True)
-        return True
-
-    def _turn(
-        self, sequence: _Sequence, stage: Literal["prompt", "answer"], between: Sequence[int], *, ended: bool
-    ) -> None:
-        sequence.todo = [*([] if ended else sequence.todo), *between]
-        sequence.stage = stage
-        sequence.turn = len(sequence.fed) + len(sequence.todo)
-        noise = Noise(derived(self._seed, f"{sequence.name}/{stage}/{sequence.turn}/temperature")).uniform(0, 0)
-        if stage == "prompt":
-            sequence.longest = self._format.longest_prompt
-            sequence.temperature = PROMPT_TEMPERATURES[int(noise * len(PROMPT_TEMPERATURES))]
-        else:
-            sequence.longest = min(self._longest_answer, self._batch.n_ctx - sequence.turn)
-            sequence.temperature = 0.0 if noise < GREEDY_SHARE else ANSWER_TEMPERATURE
+    def _asked(self, prompt: _Sequence, *, ended: bool) -> _Sequence | None:
+        """The answer to a written prompt; None if it is none, was written before or is what heads are tested with."""
+        said = self._text(prompt.own + ([] if ended else prompt.todo))
+        text = self._format.asked(prompt.about, said, ended=ended)
+        if text is None or text in self._asked_before or self._is_tested_with(text):
+            return None
+        self._asked_before.add(text)
+        return self._answer(prompt.name, prompt.category, [{"role": "user", "content": text}])
 
     def _end(self, i: int, sequence: _Sequence) -> Passage | None:
-        """End a text; the next turn of its conversation begins, if it has one."""
+        """End a text; the user's next turn is answered, if there is one."""
         following = None
         if sequence.turns:
             said = self._text([*sequence.own, *sequence.todo])
@@ -565,7 +502,6 @@ class ExampleMaker:
             sequence.name,
             sequence.category,
             sequence.given,
-            sequence.temperature,
             is_held_out(sequence.name),
             np.array([*sequence.fed, sequence.todo[0]], dtype=np.int32),
             np.concatenate(sequence.states),

@@ -9,16 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from localspec.heads.card import Kind
 from localspec.heads.trained import MAX_STATES
 from localspec.heads.training.shards import Passage
-
-# Places that a head sees at the first lesson of an answer, this one among them: as many as its drafter reads of a
-# prompt
-MEMORY = MAX_STATES
-
-# The same of an EAGLE-3 head, whose drafter reads all of a prompt: as much of it as is worth the time of training
-EAGLE3_MEMORY = 64
 
 _REACH = 192  # places seen before the first lesson of a piece that begins inside of a longer text
 
@@ -60,23 +52,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Every ``stride``-th place of a passage from ``begin`` to before ``end``; for ``memory`` see ``memory_of``."""
+    """Places of a passage from ``begin`` to before ``end``."""
 
     passage: Passage
     begin: int
     end: int
-    stride: int = 1
-    memory: int = MEMORY
 
     @property
     def first_row(self) -> int:
-        """The first place that its lessons see."""
-        return max(0, self.begin - _REACH, first_lesson(self.passage) + 1 - self.memory)
-
-
-def memory_of(kind: Kind) -> int:
-    """Places that a head of a kind sees at the first lesson of an answer."""
-    return EAGLE3_MEMORY if kind == "eagle3" else MEMORY
+        """The first place that its lessons see: of a prompt as many as a drafter reads."""
+        return max(0, self.begin - _REACH, first_lesson(self.passage) + 1 - MAX_STATES)
 
 
 def first_lesson(passage: Passage) -> int:
@@ -92,13 +77,8 @@ def n_lessons(passage: Passage) -> int:
 class Packer:
     """Makes batches of pieces; ``token_map`` is the trimmed vocabulary, ascending [n_out]."""
 
-    def __init__(
-        self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int, memory: int = MEMORY
-    ) -> None:
-        if size.n_rows < _REACH + steps + 2 or size.n_lessons < 2:
-            raise ValueError(f"batches of {size.n_rows} rows and {size.n_lessons} lessons are too small")
+    def __init__(self, token_map: npt.NDArray[np.int32], embed: Embed, size: Size, steps: int) -> None:
         self.size = size
-        self.memory = memory
         self._token_map = token_map
         self._embed = embed
         self._steps = steps
@@ -109,6 +89,11 @@ class Packer:
 
     def _last_row(self, piece: Stretch) -> int:
         return min(len(piece.passage) - 1, piece.end + self._steps - 1)
+
+    def end_within(self, passage: Passage, begin: int, rows: int) -> int:
+        """The end of the longest piece from ``begin`` on that takes no more rows than these."""
+        last, room = len(passage) - 1, Stretch(passage, begin, begin).first_row + rows
+        return last if last <= room else room - self._steps + 1
 
     def pack(
         self, pieces: Sequence[Stretch], starts: npt.NDArray[np.int32], rng: np.random.Generator | None = None
@@ -150,7 +135,7 @@ class Packer:
             batch.ids[rows] = np.where(known, found, 0)
             batch.probs[rows] = np.exp(passage.top_logprobs[first + 1 : last + 1].astype(np.float32)) * known
             batch.best[rows] = np.where(known[:, 0], found[:, 0], OUTSIDE)
-            lessons = np.arange(piece.begin, piece.end, piece.stride) - first + at
+            lessons = np.arange(piece.begin, piece.end) - first + at
             batch.lessons[taught : taught + len(lessons)] = lessons
             taught += len(lessons)
             at = rows.stop
@@ -177,68 +162,46 @@ class Packer:
         batch.probs[ids < 0] = 0
 
 
-@dataclass
-class Cursor:
-    """A place in the endless, shuffled reading of the passages."""
-
-    seed: int
-    n_batches: int = 0  # made so far
-    epoch: int = 0
-    n_passages: int = 0  # when this epoch began; later ones come with the next
-    index: int = 0  # passages of this epoch that are done
-    lesson: int = 0  # lessons of the next one that are done
-
-
 class Reading:
-    """Batches without end over passages, from a cursor on; each epoch in another random order."""
+    """Batches without end over passages; each epoch has every lesson once, in an order of its own.
 
-    def __init__(self, passages: Sequence[Passage], packer: Packer, cursor: Cursor) -> None:
-        self._passages = passages
-        self._packer = packer
-        self.cursor = cursor
-        self._order = self._shuffled()
+    Attributes:
+        place: the epoch, and how many batches of it were read.
+    """
 
-    def _shuffled(self) -> npt.NDArray[Any]:
-        cursor = self.cursor
-        if cursor.n_passages == 0:
-            cursor.n_passages = len(self._passages)
-        return np.random.default_rng((cursor.seed, cursor.epoch)).permutation(cursor.n_passages)
+    def __init__(self, passages: Sequence[Passage], packer: Packer, seed: int, place: tuple[int, int] = (0, 0)) -> None:
+        self._passages, self._packer, self._seed = passages, packer, seed
+        self.place = place
+        self._epoch = self._batches_of(place[0])
 
     def batch(self) -> tuple[Batch, int]:
         """The next batch, and the lessons in it."""
-        size = self._packer.size
-        # The last row and the last lesson stay free: what is padding points to them.
-        rows, lessons, pieces = size.n_rows - 1, size.n_lessons - 1, list[Stretch]()
-        while lessons > 0 and (piece := self._piece(lessons, rows)) is not None:
-            pieces.append(piece)
-            lessons -= piece.end - piece.begin
-            rows -= self._packer.rows_of(piece)
-            self.cursor.lesson += piece.end - piece.begin
-        n = size.n_lessons - 1 - lessons
-        rng = np.random.default_rng((self.cursor.seed, 1 << 32, self.cursor.n_batches))
-        starts = np.sort(rng.choice(n, min(n, size.n_starts), replace=False)).astype(np.int32)
-        self.cursor.n_batches += 1
+        epoch, index = self.place
+        if index >= len(self._epoch):
+            epoch, index = epoch + 1, 0
+            self._epoch = self._batches_of(epoch)
+        pieces = self._epoch[index]
+        n = sum(piece.end - piece.begin for piece in pieces)
+        rng = np.random.default_rng((self._seed, 1 << 32, epoch, index))
+        starts = np.sort(rng.choice(n, min(n, self._packer.size.n_starts), replace=False)).astype(np.int32)
+        self.place = epoch, index + 1
         return self._packer.pack(pieces, starts, rng), n
 
-    def _piece(self, n_free: int, rows_free: int) -> Stretch | None:
-        """What comes next, as much of it as there is room for."""
-        cursor = self.cursor
-        while cursor.index >= len(self._order) or n_lessons(self._next) <= cursor.lesson:
-            if cursor.index < len(self._order):
-                cursor.index += 1
-            else:
-                cursor.epoch, cursor.index, cursor.n_passages = cursor.epoch + 1, 0, 0
-                self._order = self._shuffled()
-            cursor.lesson = 0
-        passage = self._next
-        begin = first_lesson(passage) + cursor.lesson
-        end = min(len(passage) - 1, begin + n_free)
-        piece = Stretch(passage, begin, end, memory=self._packer.memory)
-        excess = self._packer.rows_of(piece) - rows_free
-        if excess > 0:
-            piece = Stretch(passage, begin, end - excess, memory=self._packer.memory)
-        return piece if piece.end > begin and self._packer.rows_of(piece) <= rows_free else None
-
-    @property
-    def _next(self) -> Passage:
-        return self._passages[int(self._order[self.cursor.index])]
+    def _batches_of(self, epoch: int) -> list[list[Stretch]]:
+        """The passages in a random order, cut to fill batches."""
+        size, batches = self._packer.size, list[list[Stretch]]()
+        rows = lessons = 0
+        for i in np.random.default_rng((self._seed, epoch)).permutation(len(self._passages)):
+            passage = self._passages[i]
+            begin, last = first_lesson(passage), len(passage) - 1
+            while begin < last:
+                end = min(last, begin + lessons, self._packer.end_within(passage, begin, rows))
+                if end <= begin:
+                    # The last row and the last lesson stay free: what is padding points to them.
+                    rows, lessons = size.n_rows - 1, size.n_lessons - 1
+                    batches.append([])
+                    continue
+                piece = Stretch(passage, begin, end)
+                batches[-1].append(piece)
+                rows, lessons, begin = rows - self._packer.rows_of(piece), lessons - (end - begin), end
+        return batches

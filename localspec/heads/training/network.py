@@ -46,7 +46,7 @@ class HeadNetwork:
         pairs = np.arange(0, card.d_head, 2) / max(card.d_head, 1)
         self._frequency = (card.rope_base**-pairs).astype(np.float32)
         sizes = (card.n_head, card.n_head_kv, card.d_head, card.rope_base, card.norm_eps)
-        self._compiled_for = (card.kind, card.steps, *sizes, half)
+        self._compiled_for = (card.steps, *sizes, half)
 
     # Networks that differ in their weights only are compiled once.
 
@@ -85,29 +85,9 @@ class HeadNetwork:
 
     def steps(self, weights: Weights, batch: Batch) -> list[jax.Array]:
         """What the output rows multiply, step by step: [n_lessons, n_embd] for the first, [n_starts, n_embd] after."""
-        if self.card.kind == "medusa":
-            return self._medusa(weights, batch)
-        return [self._norm(g, weights["output_norm.weight"]) for g in self._chain(weights, batch)]
-
-    def _medusa(self, weights: Weights, batch: Batch) -> list[jax.Array]:
-        states, guesses = batch.states[batch.lessons].astype(jnp.float32), []
-        for i in range(self.card.steps):
-            guesses.append(
-                states + jax.nn.silu(self.multiply(states, weights[f"head.{i}.weight"]) + weights[f"head.{i}.bias"])
-            )
-            states = states if i else states[batch.starts]
-        return guesses
-
-    def _chain(self, weights: Weights, batch: Batch) -> list[jax.Array]:
-        """The residual stream after the block, step by step."""
-        eagle3 = self.card.kind == "eagle3"
-        if eagle3:
-            embedded = batch.embeddings
-            z = self.multiply(batch.states.astype(jnp.float32), weights["fc.weight"])
-        else:
-            embedded = self.multiply(batch.embeddings, weights["head.embed.weight"]) + weights["head.embed.bias"]
-            z = self.multiply(batch.states.astype(jnp.float32), weights["head.fc.weight"]) + embedded
-        normed = self._attention_input(weights, z, embedded)
+        embedded = self.multiply(batch.embeddings, weights["head.embed.weight"]) + weights["head.embed.bias"]
+        z = self.multiply(batch.states.astype(jnp.float32), weights["head.fc.weight"]) + embedded
+        normed = self._norm(z, weights["blk.0.attn_norm.weight"])
         keys, values = self._keys_values(weights, normed, batch.position)
         queries = self._queries(weights, normed[batch.lessons], batch.position[batch.lessons])
         n = jnp.arange(len(batch.passage))
@@ -120,14 +100,8 @@ class HeadNetwork:
         seen = seen[batch.starts]
         state, own_keys, own_values = states[0][batch.starts], list[jax.Array](), list[jax.Array]()
         for step in range(1, self.card.steps):
-            said = embedded[_places(batch, step)[0]]
-            if eagle3:
-                z = state
-            elif self.card.kind == "parallel":
-                z = jnp.broadcast_to(weights["head.mask.weight"][step - 1], state.shape)
-            else:
-                z = self.multiply(state, weights["head.chain.weight"]) + said
-            normed, position = self._attention_input(weights, z, said), batch.position[first] + step
+            z = self.multiply(state, weights["head.chain.weight"]) + embedded[_places(batch, step)[0]]
+            normed, position = self._norm(z, weights["blk.0.attn_norm.weight"]), batch.position[first] + step
             key, value = self._keys_values(weights, normed, position)
             own_keys.append(key)
             own_values.append(value)
@@ -139,14 +113,7 @@ class HeadNetwork:
             attended += jnp.einsum("grmk,kmgd->mgrd", shares[..., len(n) :], jnp.stack(own_values))
             state = self._rest_of_block(weights, z, attended)
             states.append(state)
-        return states
-
-    def _attention_input(self, weights: Weights, z: jax.Array, embedded: jax.Array) -> jax.Array:
-        """Input of queries, keys and values; of an EAGLE-3 head embedding and row side by side [n, 2 n_embd]."""
-        if self.card.kind != "eagle3":
-            return self._norm(z, weights["blk.0.attn_norm.weight"])
-        token = self._norm(embedded, weights["blk.0.attn_norm.weight"])
-        return jnp.concatenate([token, self._norm(z, weights["blk.0.attn_norm_2.weight"])], axis=1)
+        return [self._norm(state, weights["output_norm.weight"]) for state in states]
 
     def _queries(self, weights: Weights, normed: jax.Array, position: jax.Array) -> jax.Array:
         """[n, n_head_kv, n_head / n_head_kv, d_head], scaled."""
@@ -159,10 +126,7 @@ class HeadNetwork:
         return self._rotate(self._heads(weights, "k", normed), position), self._heads(weights, "v", normed)
 
     def _heads(self, weights: Weights, part: str, normed: jax.Array) -> jax.Array:
-        rows = self.multiply(normed, weights[f"blk.0.attn_{part}.weight"])
-        if f"blk.0.attn_{part}.bias" in weights:
-            rows += weights[f"blk.0.attn_{part}.bias"]
-        return rows.reshape(len(normed), -1, self.card.d_head)
+        return self.multiply(normed, weights[f"blk.0.attn_{part}.weight"]).reshape(len(normed), -1, self.card.d_head)
 
     def _rotate(self, heads: jax.Array, position: jax.Array) -> jax.Array:
         """llama's rotary embedding: pairs of neighbouring channels turn together."""

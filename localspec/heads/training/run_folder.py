@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import Model
-from localspec.errors import LocalspecError, UnsupportedModel, UsageError, checked_whole, is_number, shown
-from localspec.heads.card import CurvePoint, Kind
+from localspec.errors import LocalspecError, UsageError, checked_whole, is_number, shown
+from localspec.heads.card import CurvePoint
 from localspec.heads.training.shards import Passage
 from localspec.system.files import home, private_folder, write_atomically
 
 # What is made, and for how long.
 
-KINDS: tuple[Kind, ...] = ("chained", "parallel", "medusa", "eagle3")
 MOST_MINUTES = 60.0 * 24 * 30
 
 _MARKS_SHARE = 8  # largest share of special tokens among a head's: some files have thousands
@@ -31,37 +30,21 @@ _MARKS_SHARE = 8  # largest share of special tokens among a head's: some files h
 class Recipe:
     """A head to be made: it guesses ``n_out`` tokens, ``steps`` ahead, with an MLP of the width ``d_ff`` at most."""
 
-    kind: Kind = "chained"
     steps: int = 4
     n_out: int = 32768
     d_ff: int = 4096
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UsageError(f"a head is one of {', '.join(KINDS)}, not {shown(self.kind)}")
         checked_whole("steps", self.steps, 2, 16)
         checked_whole("the head's vocabulary", self.n_out, 16, 1 << 20)
         checked_whole("the width of the head's MLP", self.d_ff, 32, 1 << 16)
         checked_whole("the seed", self.seed, 0, (1 << 48) - 1)
 
-    def taps(self, n_layers: int) -> tuple[str, ...]:
-        """The hidden states that the head reads; UnsupportedModel if the model has too few layers.
 
-        An EAGLE-3 head gets what goes into three layers from llama.cpp, and never the last state.
-        """
-        if self.kind == "eagle3":
-            if n_layers < 4:
-                raise UnsupportedModel(
-                    f"an EAGLE-3 head reads three layers of a model of four or more, not of {n_layers}"
-                )
-            return tuple(f"layer:{i}" for i in (min(n_layers // 2, n_layers - 4), n_layers - 3, n_layers - 2))
-        return ("norm",) if self.kind == "medusa" else (f"layer:{max(0, n_layers - 3)}", "norm")
-
-    def kept(self, n_layers: int) -> tuple[str, ...]:
-        """The hidden states that examples keep: the taps, and the last one, which a head is fitted to."""
-        taps = self.taps(n_layers)
-        return taps if "norm" in taps else (*taps, "norm")
+def taps_of(n_layers: int) -> tuple[str, ...]:
+    """The hidden states that a head reads of a target, the last one at the end."""
+    return (f"layer:{max(0, n_layers - 3)}", "norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +57,8 @@ class Effort:
     n_tests: int = 25  # tuning questions that the head is tested on; at most one for every two minutes
     n_questions: int = 12  # asked at most to measure what the head is worth
     max_tokens: int = 96  # of an answer then
-    longest_answer: int = 320  # tokens of an example
+    # Tokens of an example. More answers teach more than longer ones, and a run that is stopped has more of them whole.
+    longest_answer: int = 320
 
     def __post_init__(self) -> None:
         if not is_number(self.minutes) or not 0 < self.minutes <= MOST_MINUTES:
@@ -104,7 +88,7 @@ def token_map(passages: Iterable[Passage], model: Model, n_out: int) -> npt.NDAr
 
 
 _FORMAT = 1
-_STATE, _TOKEN_MAP = "run.json", "token_map.npy"
+_STATE = "run.json"
 
 
 class RunError(LocalspecError):
@@ -115,7 +99,6 @@ class RunError(LocalspecError):
 class Run:
     """State of a run."""
 
-    target: str  # fingerprint of the target's file
     recipe: Recipe
     minutes: float = 0.0  # that were asked for, all calls together
     data_seconds: float = 0.0  # of work so far
@@ -126,13 +109,14 @@ class Run:
     prompts: list[str] = field(default_factory=list)  # the user's own, as paths
     texts: list[str] = field(default_factory=list)
     chats: bool = False
+    token_map: list[int] = field(default_factory=list)  # the tokens that the head can guess; none before training
 
 
 class RunFolder:
-    """The folder of the run of one kind of head for one target."""
+    """The folder of the run for one target."""
 
-    def __init__(self, target: Path, fingerprint: str, kind: str) -> None:
-        self.path = home() / "distill" / f"{target.stem[:60]}-{fingerprint[:8]}-{kind}"
+    def __init__(self, target: Path, fingerprint: str) -> None:
+        self.path = home() / "distill" / f"{target.stem[:60]}-{fingerprint[:8]}"
         self.fingerprint = fingerprint
         self.shards = self.path / "shards"
         self.checkpoint = self.path / "checkpoint.npz"
@@ -168,21 +152,7 @@ class RunFolder:
 
     def write(self, run: Run) -> None:
         with write_atomically(self.path / _STATE, private=True) as file:
-            file.write(json.dumps({"format": _FORMAT} | asdict(run), indent=1).encode())
-
-    def token_map(self) -> npt.NDArray[np.int32] | None:
-        """The vocabulary that was chosen; None before that."""
-        try:
-            found = np.load(self.path / _TOKEN_MAP, allow_pickle=False)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / _TOKEN_MAP} is damaged ({error}); --force begins anew") from None
-        return np.asarray(found, dtype=np.int32)
-
-    def keep_token_map(self, ids: npt.NDArray[np.int32]) -> None:
-        with write_atomically(self.path / _TOKEN_MAP, private=True) as file:
-            np.save(file, ids)
+            file.write(json.dumps({"format": _FORMAT} | asdict(run)).encode())
 
     def clear(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

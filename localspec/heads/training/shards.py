@@ -1,14 +1,14 @@
 """What a head learns from, on disk: texts of the target, and what it computed at every place of them.
 
-A shard is one file: a line of JSON, then the arrays, which are mapped and not read. It is written atomically.
+A shard is one file: a line of JSON, then a record for each place, which are mapped and not read. It is written
+atomically.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,20 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import FloatArray
-from localspec.errors import LocalspecError
 from localspec.sampling.sampling import top_k_ids
 from localspec.system.files import private_folder, write_atomically
 
 TOP_K = 16  # likeliest tokens whose probabilities are kept at every place: about 0.95 of the probability
 
 _FORMAT = "localspec-shard 1"
-_ALIGNED = 64
 _UNFINISHED = "unfinished.shard"
 _LARGEST = float(np.finfo(np.float16).max)
-
-
-class ShardError(LocalspecError):
-    """The file is no shard, or one of another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +33,6 @@ class Passage:
     name: str  # unique within a run; says where the text came from
     category: str  # kind of text: own, text, chat, or a category of the user's questions
     start: int  # the first token that the target said itself; 0 of a text that was only read
-    temperature: float  # at which its last turn was drawn; 0 for a text that was only read
     held_out: bool  # kept for testing, never trained on
     tokens: npt.NDArray[np.int32]  # [n + 1]: the last one is what follows the last place, and has no state
     states: npt.NDArray[np.float16]  # [n, n_taps, n_embd]: after each token but the last, in the order of the taps
@@ -74,9 +67,6 @@ class Shards:
     Attributes:
         passages: all that were written, in order; their arrays are mapped files.
         remarks: what was wrong with files that were left out, a line each.
-
-    Raises:
-        ShardError: a file is of another run: other taps, or another width.
     """
 
     def __init__(self, folder: Path, taps: Sequence[str], n_embd: int) -> None:
@@ -89,22 +79,21 @@ class Shards:
         self._next = 0
         for path in sorted(folder.glob("[0-9]*.shard")):
             self._next = int(path.stem) + 1
-            self._take(path)
+            self.passages += self._passages_in(path)
         self.adopt_unfinished()
 
-    def _take(self, path: Path) -> None:
+    def _passages_in(self, path: Path) -> list[Passage]:
         try:
-            self.passages += _read(path, self.taps, self.n_embd)
+            return _read(path, self.taps, self.n_embd)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.remarks.append(f"{path.name} is damaged and was left out ({error})")
+            return []
 
     def adopt_unfinished(self) -> None:
         """Take unfinished passages as they are: every place of them is a lesson."""
         path, known = self.folder / _UNFINISHED, self.names
         if path.exists():
-            done, self.passages = self.passages, []
-            self._take(path)
-            cut, self.passages = self.passages, done
+            cut = self._passages_in(path)
             self.append([passage for passage in cut if passage.name not in known])
             del cut
             path.unlink()
@@ -130,79 +119,39 @@ class Shards:
                 _write(file, self.taps, self.n_embd, unfinished)
 
 
-def _layout(n_tokens: int, n_places: int, n_taps: int, n_embd: int, top_k: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Shapes and types of the arrays of a file, in order."""
-    return [
-        ((n_tokens,), np.int32),
-        ((n_places, top_k), np.int32),
-        ((n_places, top_k), np.float16),
-        ((n_places, n_taps, n_embd), np.float16),
-    ]
+def _record(n_taps: int, n_embd: int, top_k: int) -> np.dtype[Any]:
+    """What a file has of a place, for the fields of a passage."""
+    likeliest = [("top_ids", "<i4", (top_k,)), ("top_logprobs", "<f2", (top_k,))]
+    return np.dtype([("token", "<i4"), *likeliest, ("states", "<f2", (n_taps, n_embd))])
 
 
 def _write(file: BinaryIO, taps: Sequence[str], n_embd: int, passages: Sequence[Passage]) -> None:
-    facts = [[each.name, each.category, each.start, each.temperature, each.held_out, len(each)] for each in passages]
+    facts = [
+        [each.name, each.category, each.start, each.held_out, len(each), int(each.tokens[-1])] for each in passages
+    ]
     top_k = passages[0].top_ids.shape[1]
     header = {"format": _FORMAT, "taps": list(taps), "n_embd": n_embd, "top_k": top_k, "passages": facts}
     file.write(json.dumps(header).encode() + b"\n")
-    parts = [[getattr(each, name) for each in passages] for name in ("tokens", "top_ids", "top_logprobs", "states")]
-    n_places = sum(map(len, passages))
-    for arrays, (shape, dtype) in zip(
-        parts, _layout(n_places + len(passages), n_places, len(taps), n_embd, top_k), strict=True
-    ):
-        file.write(b"\0" * (-file.tell() % _ALIGNED))
-        for array in arrays:
-            if array.shape[1:] != shape[1:]:
-                raise ValueError(f"an array of shape {array.shape} where {shape} is wanted")
-            file.write(np.ascontiguousarray(array, dtype=dtype).data)
+    for each in passages:
+        rows = np.empty(len(each), _record(len(taps), n_embd, top_k))
+        rows["token"], rows["top_ids"], rows["top_logprobs"] = each.tokens[:-1], each.top_ids, each.top_logprobs
+        rows["states"] = each.states
+        file.write(rows.tobytes())
 
 
 def _read(path: Path, taps: Sequence[str], n_embd: int) -> list[Passage]:
-    """The passages of a file, their arrays mapped.
-
-    Raises:
-        ShardError: it is of another run.
-        ValueError, KeyError, TypeError, OSError: it cannot be read, or is not a file of passages.
-    """
+    """The passages of a file, their arrays mapped; ValueError, KeyError, TypeError or OSError if it holds none."""
     with path.open("rb") as file:
         header = json.loads(file.readline(1 << 26))
-        at = file.tell()
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise ValueError("another format")
-    if header["taps"] != list(taps) or header["n_embd"] != n_embd:
-        raise ShardError(
-            f"{path} holds states {', '.join(header['taps'])} of width {header['n_embd']}, "
-            f"not {', '.join(taps)} of width {n_embd}"
-        )
-    facts = header["passages"]
-    lengths = [int(row[-1]) for row in facts]
-    n_places = sum(lengths)
-    arrays = []
-    size = path.stat().st_size
-    whole = np.memmap(path, np.uint8, "r")
-    for shape, dtype in _layout(n_places + len(facts), n_places, len(taps), n_embd, int(header["top_k"])):
-        at += -at % _ALIGNED
-        end = at + int(np.prod(shape)) * np.dtype(dtype).itemsize
-        if end > size:
-            raise ValueError("cut short")
-        arrays.append(whole[at:end].view(dtype).reshape(shape))
-        at = end
-    return list(_cut(facts, lengths, arrays))
-
-
-def _cut(facts: Sequence[Any], lengths: Sequence[int], arrays: Sequence[npt.NDArray[Any]]) -> Iterator[Passage]:
-    tokens, top_ids, top_logprobs, states = arrays
-    for i, (row, n, end) in enumerate(zip(facts, lengths, accumulate(lengths), strict=True)):
-        name, category, start, temperature, held_out, _ = row
-        begin, places = end - n + i, slice(end - n, end)
-        yield Passage(
-            str(name),
-            str(category),
-            int(start),
-            float(temperature),
-            bool(held_out),
-            tokens[begin : begin + n + 1],
-            states[places],
-            top_ids[places],
-            top_logprobs[places],
-        )
+        begin = file.tell()
+    if [header[name] for name in ("format", "taps", "n_embd")] != [_FORMAT, list(taps), n_embd]:
+        raise ValueError("another format, or other states")
+    n_places = sum(int(row[-2]) for row in header["passages"])
+    places = np.memmap(path, _record(len(taps), n_embd, header["top_k"]), "r", begin, (n_places,))
+    found, end = list[Passage](), 0
+    for name, category, start, held_out, n, last in header["passages"]:
+        rows, end = places[end : end + n], end + n
+        tokens = np.append(rows["token"], np.int32(last))
+        of = str(name), str(category), int(start), bool(held_out)
+        found.append(Passage(*of, tokens, rows["states"], rows["top_ids"], rows["top_logprobs"]))
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from localspec.backends.base import FloatArray
 from localspec.errors import LocalspecError
-from localspec.heads.base import STATE, DraftHead
-from localspec.heads.card import ALL_TEXTS, CurvePoint, HeadCard
-from localspec.heads.trained import Head
+from localspec.heads.card import ALL_TEXTS, CurvePoint, HeadCard, Training
 from localspec.heads.training.lessons import (
     NOWHERE,
-    Cursor,
     Embed,
     Packer,
     Reading,
     Size,
     Stretch,
     first_lesson,
-    memory_of,
     n_lessons,
 )
 from localspec.heads.training.network import HeadNetwork, Weights
@@ -39,147 +34,23 @@ from localspec.heads.training.shards import Passage
 from localspec.heads.training.start import Start
 from localspec.system.files import write_atomically
 
-# How often a head is right about text that it has not seen.
+# How often a head is right about text that it has not seen: at the first places of held-out passages.
 
-_SIZE = Size(n_rows=1024, n_lessons=257, n_starts=256)
-_N_TESTED = 2000  # places, about: they give a share to within 0.02 (two standard errors)
-
-
-class Tally:
-    """Counts of places where a head was right, by category."""
-
-    def __init__(self) -> None:
-        self._right: dict[str, Any] = defaultdict(int)
-        self._real: dict[str, Any] = defaultdict(int)
-
-    def add(self, category: str, guessed: npt.NDArray[np.int32], true: npt.NDArray[np.int32]) -> None:
-        """Count places by what was guessed there and what the target would say, or ``NOWHERE`` [steps, n]."""
-        right = np.logical_and.accumulate(guessed == true, axis=0).sum(1)
-        real = (true != NOWHERE).sum(1)
-        for name in (ALL_TEXTS, category):
-            self._right[name] += right
-            self._real[name] += real
-
-    def rates(self) -> dict[str, tuple[float, ...]]:
-        """Share of places at which the first n guesses are all the target's, for n = 1, 2, …; see ``Rates``."""
-        return {name: tuple((n / np.maximum(self._real[name], 1)).tolist()) for name, n in sorted(self._right.items())}
-
-
-class HeldOutTest:
-    """The same places of held-out passages, asked again and again while a head is trained; spread evenly."""
-
-    def __init__(self, passages: Sequence[Passage], card: HeadCard, embed: Embed) -> None:
-        self._packer = Packer(card.token_map, embed, _SIZE, card.steps, memory_of(card.kind))
-        stride = max(1, -(-sum(map(n_lessons, passages)) // _N_TESTED))
-        self._groups = list(self._grouped(passages, stride))
-
-    def _grouped(self, passages: Sequence[Passage], stride: int) -> Iterator[list[Stretch]]:
-        group, rows, lessons = list[Stretch](), 0, 0
-        for piece in (piece for passage in passages for piece in self._pieces(passage, stride)):
-            n_rows, n = self._packer.rows_of(piece), len(places(piece))
-            if group and (rows + n_rows >= _SIZE.n_rows or lessons + n > _SIZE.n_starts):
-                yield group
-                group, rows, lessons = [], 0, 0
-            group.append(piece)
-            rows, lessons = rows + n_rows, lessons + n
-        if group:
-            yield group
-
-    def _pieces(self, passage: Passage, stride: int) -> Iterator[Stretch]:
-        at, last = first_lesson(passage), first_lesson(passage) + n_lessons(passage)
-        while at < last:
-            # A piece sees at most as many places before it as it may have lessons; so two of these halves always fit.
-            end = min(last, at + _SIZE.n_starts * min(stride, 2))
-            yield Stretch(passage, at, end, stride, self._packer.memory)
-            at += -(-(end - at) // stride) * stride
-
-    def rates(
-        self, network: HeadNetwork, weights: Weights, stopping: Callable[[], bool] = lambda: False
-    ) -> dict[str, tuple[float, ...]] | None:
-        """As ``Tally.rates``; tokens outside of the trimmed vocabulary are wrong. None if ``stopping`` came first."""
-        found = Tally()
-        for group in self._groups:
-            if stopping():
-                return None
-            n = sum(len(places(piece)) for piece in group)
-            batch = self._packer.pack(group, np.arange(n, dtype=np.int32))
-            guessed, true = (np.asarray(rows)[:, :n] for rows in network.guesses(weights, batch))
-            at = 0
-            for piece in group:
-                here = slice(at, at := at + len(places(piece)))
-                found.add(piece.passage.category, guessed[:, here], true[:, here])
-        return found.rates()
-
-
-def places(piece: Stretch) -> range:
-    return range(piece.begin, piece.end, piece.stride)
-
-
-# How often a head is right on an engine, as a drafter makes its guesses.
-
-_N_PLACES = 64  # places asked of a passage, from its first lesson on
-
+_N_PASSAGES, _N_PLACES = 32, 64  # 2,048 places give a share to within 0.02 (two standard errors)
 _PER_CATEGORY = 4  # least passages of each category, where there are so many
+_SIZE = Size(n_rows=256, n_lessons=_N_PLACES + 1, n_starts=_N_PLACES)  # of a batch, which has one passage
 
 
-def engine_rates(
-    head: DraftHead, passages: Sequence[Passage], steps: int, memory: int, n_passages: int = 32
-) -> dict[str, tuple[float, ...]]:
-    """As ``Tally.rates``, by an engine's guesses at the first places of about so many passages, evenly chosen, and more
-    of a category with few among them. For ``memory`` see ``memory_of``."""
-    tally = Tally()
-    for passage in evenly([passage for passage in passages if n_lessons(passage) > 0], n_passages):
-        begin = first_lesson(passage)
-        piece = Stretch(passage, begin, begin + min(_N_PLACES, n_lessons(passage)), memory=memory)
-        best = np.array([rows.argmax(1) for rows in engine_logits(head, piece, steps)]).T  # [steps, n]
-        # Step k at place p guesses token p + 2 + k, which the target's logits after token p + 1 + k are for.
-        at = np.arange(piece.begin, piece.end) + 1 + np.arange(steps)[:, None]
-        true = np.where(at < len(passage), passage.top_ids[np.minimum(at, len(passage) - 1), 0], NOWHERE)
-        tally.add(passage.category, head.token_map[best], true)
-    return tally.rates()
-
-
-def evenly(passages: Sequence[Passage], n: int) -> list[Passage]:
-    """About n of the passages, and of each category at least ``_PER_CATEGORY``, or all there are."""
-    chosen = set(range(0, len(passages), max(1, len(passages) // n))[:n])
+def places_tested(passages: Sequence[Passage]) -> list[Stretch]:
+    """The first places of about ``_N_PASSAGES``, evenly chosen, and more of a category with few among them."""
+    passages = [passage for passage in passages if n_lessons(passage) > 0]
+    chosen = set(range(0, len(passages), max(1, len(passages) // _N_PASSAGES))[:_N_PASSAGES])
     for category in {passage.category for passage in passages}:
         own = [i for i, passage in enumerate(passages) if passage.category == category]
         missing = max(0, min(_PER_CATEGORY, len(own)) - len(chosen.intersection(own)))
         chosen.update([i for i in own if i not in chosen][:missing])
-    return [passages[i] for i in sorted(chosen)]
-
-
-def engine_logits(head: DraftHead, piece: Stretch, steps: int) -> Iterator[FloatArray]:
-    """An engine's logits of every step [steps, n_out], at every place; steps are given the passage's tokens."""
-    first, end = piece.first_row, piece.end
-    passage = piece.passage
-    states = passage.states[first:end].reshape(end - first, -1).astype(np.float32)
-    with head.new_context(end - first + steps) as context:
-        if head.kind == "medusa":
-            assert isinstance(head, Head)
-            for state in states[piece.begin - first :]:
-                yield head.medusa_logits(context, state)
-            return
-        tokens = passage.tokens[first + 1 :].tolist()
-        # What lies behind the end of the passage is asked too, about anything: it is not counted.
-        told = [*tokens, *[tokens[-1]] * steps]
-        rows = head.true_rows(context, states, told[: end - first])
-        for place, row in enumerate(rows[:, None]):
-            if place < piece.begin - first:
-                context.decode_floats(row, told[place : place + 1], "none")
-                continue
-            if head.kind == "parallel":
-                assert isinstance(head, Head)
-                together = np.concatenate([row, head.masks])
-                yield context.decode_floats(together, [0] * steps).logits.copy()
-            else:
-                found = list[FloatArray]()
-                for at in range(place, place + steps):
-                    forward = context.decode_floats(row, told[at : at + 1])
-                    found.append(forward.logits[0].copy())
-                    row = head.chained_rows(forward.hidden[STATE], told[at + 1 : at + 2])
-                yield np.stack(found)
-            context.truncate(place + 1)
+    begins = [(passages[i], first_lesson(passages[i])) for i in sorted(chosen)]
+    return [Stretch(each, begin, begin + min(_N_PLACES, n_lessons(each))) for each, begin in begins]
 
 
 CHECKPOINT_SECONDS = 50.0  # between checkpoints: with what a step and the writing take, at most a minute's work is lost
@@ -204,7 +75,6 @@ class TrainingSettings:
     learning_rate: float = 2e-4  # the highest
     warm_up: int = 20  # steps to the highest rate
     final: float = 0.05  # share of the highest that it falls to, along a cosine, when the time is over
-    decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0  # largest norm of a step's gradient
     half: bool | None = None  # multiply in bfloat16; None asks the machine
@@ -246,18 +116,18 @@ class Trainer:
         passages: Sequence[Passage],
         held_out: Sequence[Passage],
         checkpoint: Path,
-        settings: TrainingSettings | None = None,
+        settings: TrainingSettings,
     ) -> None:
-        self.settings = settings or TrainingSettings()
+        self.settings = settings
         self.card = card
         half = half_is_faster() if self.settings.half is None else self.settings.half
         self.network = HeadNetwork(card, output, half=half)
-        self._packer = Packer(card.token_map, embed, self.settings.size, card.steps, memory_of(card.kind))
+        self._packer = Packer(card.token_map, embed, self.settings.size, card.steps)
         self._passages = passages
-        self._test_set = HeldOutTest(held_out, card, embed)
+        self._test_packer, self._tested = Packer(card.token_map, embed, _SIZE, card.steps), places_tested(held_out)
         self._path = checkpoint
         self._parts: dict[str, Weights] = {"weights": {}, "sizes": {}, "first": {}, "second": {}}
-        self._cursor = Cursor(self.settings.seed)
+        self._place = (0, 0)  # of ``Reading``
         self.step = self.tokens_seen = 0
         self.seconds = self.rate = 0.0
         self.curve: list[CurvePoint] = []
@@ -276,6 +146,24 @@ class Trainer:
     def weights(self) -> dict[str, npt.NDArray[np.float32]]:
         return {name: np.array(value) for name, value in self._parts["weights"].items()}
 
+    def rates(self, stopping: Callable[[], bool] = lambda: False) -> dict[str, tuple[float, ...]] | None:
+        """Share of held-out places at which the first n guesses are all the target's, for n = 1, 2, …; see ``Rates``.
+
+        Tokens outside of the trimmed vocabulary are wrong. None if ``stopping`` came first.
+        """
+        right, real = defaultdict[str, Any](int), defaultdict[str, Any](int)
+        for piece in self._tested:
+            if stopping():
+                return None
+            n = piece.end - piece.begin
+            batch = self._test_packer.pack([piece], np.arange(n, dtype=np.int32))
+            guesses = self.network.guesses(self._parts["weights"], batch)
+            guessed, true = (np.asarray(rows)[:, :n] for rows in guesses)
+            for name in (ALL_TEXTS, piece.passage.category):
+                right[name] += np.logical_and.accumulate(guessed == true, axis=0).sum(1)
+                real[name] += (true != NOWHERE).sum(1)
+        return {name: tuple((n / np.maximum(real[name], 1)).tolist()) for name, n in sorted(right.items())}
+
     def train(
         self,
         seconds: float,
@@ -283,38 +171,33 @@ class Trainer:
         stopping: Callable[[], bool],
         *,
         test_every: float = 300.0,
-    ) -> bool:
+    ) -> None:
         """Train up to so many seconds altogether; test at the beginning, every ``test_every`` seconds, and at the end.
 
         Args:
             report: called after every step and test.
             stopping: asked a hundred times a second; once it is true, this saves and returns. After an exception, a
                 ``KeyboardInterrupt`` too, only the last checkpoint is left.
-
-        Returns:
-            Whether the time is over.
         """
-        reading = Reading(self._passages, self._packer, self._cursor)
+        reading = Reading(self._passages, self._packer, self.settings.seed, self._place)
         while not stopping():
             tested = self.curve[-1].minutes if self.curve else -test_every
             over, minutes = self.seconds >= seconds, self.seconds / 60
             if 60 * (minutes - tested) >= test_every or (over and minutes > tested):
-                rates = self._test_set.rates(self.network, self._parts["weights"], stopping)
+                rates = self.rates(stopping)
                 if rates is None:
                     break
                 self.curve.append(CurvePoint(self.tokens_seen, minutes, rates))
                 report()
             if over:
                 break
-            before = replace(self._cursor)
             if not self._one_step(reading, seconds, stopping):
-                self._cursor = before
                 break
+            self._place = reading.place
             report()
             if time.monotonic() - self._saved > CHECKPOINT_SECONDS:
                 self.save()
         self.save()
-        return self.seconds >= seconds
 
     def _one_step(self, reading: Reading, seconds: float, stopping: Callable[[], bool]) -> bool:
         """One step of the optimiser; False, and nothing has changed, if it was stopped."""
@@ -331,7 +214,7 @@ class Trainer:
             taught += n
         rate = settings.rate(self.step, self.seconds / seconds)
         first, second, sizes = (self._parts[part] for part in ("first", "second", "sizes"))
-        new = _adamw(settings, weights, first, second, sums, sizes, self.step + 1, rate)
+        new = _adam(settings, weights, first, second, sums, sizes, self.step + 1, rate)
         self._parts |= zip(("weights", "first", "second"), new, strict=True)
         jax.block_until_ready(new)
         took = time.monotonic() - began
@@ -342,9 +225,9 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        facts = {"format": _FORMAT, "head": self._identity(), "cursor": asdict(self._cursor), "step": self.step}
+        facts = {"format": _FORMAT, "head": self._identity(), "place": self._place, "step": self.step}
         facts |= {"tokens": self.tokens_seen, "seconds": self.seconds, "rate": self.rate}
-        facts["curve"] = [asdict(point) for point in self.curve]
+        facts["curve"] = Training(curve=tuple(self.curve)).to_json()
         arrays: dict[str, Any] = {
             f"{part}/{name}": np.asarray(value) for part, group in self._parts.items() for name, value in group.items()
         }
@@ -352,26 +235,24 @@ class Trainer:
             np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
         self._saved = time.monotonic()
 
-    def _identity(self) -> list[Any]:
+    def _identity(self) -> str:
         card = self.card
-        return [card.kind, list(card.taps), card.target.fingerprint, int(card.token_map.sum()), card.shapes()]
+        return f"{card.taps} of {card.target.fingerprint}, {card.token_map.sum()}, {card.shapes()}"
 
     def _load(self) -> None:
         try:
             with self._path.open("rb") as opened, np.load(opened) as file:
                 facts = json.loads(str(file["facts"]))
-                if facts["format"] != _FORMAT or facts["head"] != json.loads(json.dumps(self._identity())):
+                if facts["format"] != _FORMAT or facts["head"] != self._identity():
                     raise CheckpointError(f"{self._path.name} is of another head; remove it, or finish that one first")
                 for part, group in self._parts.items():
                     names = (name for name in file if name.startswith(f"{part}/"))
                     group |= {name.partition("/")[2]: jnp.array(file[name]) for name in names}
-            self._cursor = Cursor(**facts["cursor"])
+            epoch, index = facts["place"]
+            self._place = int(epoch), int(index)
             self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens"])
             self.seconds, self.rate = float(facts["seconds"]), float(facts["rate"])
-            self.curve = [
-                CurvePoint(p["tokens_seen"], p["minutes"], {k: tuple(v) for k, v in p["acceptance"].items()})
-                for p in facts["curve"]
-            ]
+            self.curve = list(Training.from_json(facts["curve"]).curve)
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise CheckpointError(f"{self._path.name} is damaged ({error}); remove it to begin anew") from None
 
@@ -381,7 +262,7 @@ def _zeros(weights: Weights) -> Weights:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
-def _adamw(
+def _adam(
     settings: TrainingSettings,
     weights: Weights,
     first: Weights,
@@ -391,9 +272,9 @@ def _adamw(
     step: Any,
     rate: Any,
 ) -> tuple[Weights, Weights, Weights]:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) on the mean gradient of the batches, clipped.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on the mean gradient of the batches, clipped.
 
-    Vectors do not decay. Weights of inputs that are not of about the size 1 move as much less or more as if they were.
+    Weights of inputs that are not of about the size 1 move as much less or more as if they were.
     """
     norm = jnp.sqrt(sum((gradient**2).sum() for gradient in sums.values())) / settings.n_batches
     scale = jnp.minimum(1.0, settings.clip / (norm + 1e-6)) / settings.n_batches
@@ -406,8 +287,7 @@ def _adamw(
         change = (m / (1 - beta1**step)) / (jnp.sqrt(v / (1 - beta2**step)) + 1e-8)
         if name in sizes:
             change /= sizes[name]
-        decay = settings.decay if weight.ndim > 1 else 0.0
-        for group, value in zip(new, (weight - rate * (change + decay * weight), m, v), strict=True):
+        for group, value in zip(new, (weight - rate * change, m, v), strict=True):
             group[name] = value
     return new
 

@@ -19,14 +19,11 @@ import pytest
 
 from benchmarks.build_llama_cpp import build, default_folder
 from localspec import LLM, SamplingParams
-from localspec.heads.training.distill import distill
-from localspec.heads.training.run_folder import Effort, Recipe
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.gemma4_ggufs import write_assistant, write_gemma4
 from tests.support.mtp_ggufs import FAMILIES, write_apart
 from tests.support.published_heads import write_dflash, write_eagle3
-from tests.support.trained_heads import trained_head
 
 FOLDER = Path(os.environ.get("LOCALSPEC_TEST_PROGRAMS") or default_folder())
 """Read before ``isolated_home`` hides it."""
@@ -93,17 +90,6 @@ def rounds_here(llm: LLM, text: str) -> list[DraftRound]:
     ]
 
 
-def distilled(target: Path, folder: Path) -> Files:
-    """A head of EAGLE-3's layout as ``localspec distill`` makes it."""
-    pytest.importorskip("jax", reason="heads are trained with JAX")
-    shape = ggufs.Shape(n_layer=5, n_embd=64, n_head=4, n_head_kv=2, n_ff=96, residual=0.4)
-    target = ggufs.write_llama(folder / "target.gguf", shape, ggufs.bpe_vocab(300))
-    effort = Effort(1e4, n_places=3000, n_steps=20, n_tests=3, n_questions=1, max_tokens=8, longest_answer=60)
-    recipe = Recipe(kind="eagle3", steps=N_DRAFT, n_out=200, d_ff=64)
-    made = distill(target, recipe=recipe, effort=effort, n_threads=1).path
-    return target, made.rename(folder / "eagle3.gguf")  # the name says the kind
-
-
 def dflash2(target: Path, folder: Path) -> Files:
     """And a target that says things twice, of which more is right than the first token."""
     target = ggufs.correlated_pair(folder, shape=ggufs.Shape(n_layer=4, residual=1.0, tied=True)).target
@@ -134,7 +120,6 @@ def family(write: Callable[[Path], Path]) -> Make:
 
 MADE: dict[str, Make] = {
     "eagle3": published(write_eagle3, "eagle3", n_out=300),
-    "distilled": distilled,
     "dflash": published(write_dflash, "dflash", block_size=16, windows=[True, False]),
     "dspark": published(write_dflash, "dspark", n_out=300, markov=True),
     "dflash2": dflash2,
@@ -173,39 +158,3 @@ def test_the_same_tokens_are_drafted_and_accepted(program: Path, tiny: TinyFiles
                 break
     assert len(theirs) >= N_ROUNDS
     assert sum(each.n_accepted for each in mine) == sum(each.n_accepted for each in theirs) > 20
-
-
-MINUTES = 4
-"""Of making a head: one draft token in ten is right then, which is enough to compare what happens after it."""
-
-REAL_TEXTS = (
-    "The history of the bicycle begins",
-    "To cook rice well, first",
-    "def fibonacci(n):\n    ",
-    "Once upon a time, in a small village,",
-    "The three most important rules of writing are",
-    "Photosynthesis is the process",
-)
-
-
-@pytest.mark.real
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_trained_head_of_a_real_model_drafts_there_as_here(program: Path, real_model: Callable[[str], Path]) -> None:
-    """The two were compiled apart, so a tie may part them, from which on an answer is another one."""
-    target = real_model("smollm2-135m")
-    head = trained_head(target, "eagle3", MINUTES)
-    options: dict[str, Any] = {"n_ctx": 512, "idle": False, "remember": False, "n_threads": 1}
-    same: list[DraftRound] = []
-    n_parted = 0
-    with LLM(target, head, backend="llama-cpp", draft_length=N_DRAFT, **options) as llm:
-        ends = llm.run(lambda pair: pair.target.vocab.eog)
-        for text in REAL_TEXTS:
-            expected = rounds_of_program(program, target, head, text, ends)
-            pairs = zip(rounds_here(llm, text), expected, strict=False)
-            alike = [mine for mine, theirs in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-            n_parted += len(alike) < len(expected)
-            same += alike
-    assert n_parted <= 1
-    assert len(same) >= N_ROUNDS
-    assert sum(each.n_accepted > 0 for each in same) >= 5

@@ -13,7 +13,6 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.best_rows import by_token
 from localspec.backends.reference import ReferenceContext
-from localspec.heads.card import Kind
 from tests.conftest import TinyFiles, open_backend
 from tests.spec_decode.drafters.test_published_heads import write_mtp
 from tests.support.best_rows import force_best, hand_out_best
@@ -48,12 +47,8 @@ def of_mtp(name: str) -> Make:
     return lambda tiny, folder: (write_mtp(name, folder), "mtp")
 
 
-def ours(kind: Kind) -> Make:
-    def make(tiny: TinyFiles, folder: Path) -> Made:
-        target = tiny.pair.target
-        return target, f"head:{write_random_head(target, folder / 'head.gguf', kind, n_out=150)}"
-
-    return make
+def chained(tiny: TinyFiles, folder: Path) -> Made:
+    return tiny.pair.target, f"head:{write_random_head(tiny.pair.target, folder / 'head.gguf', n_out=150)}"
 
 
 def early_exit(tiny: TinyFiles, folder: Path) -> Made:
@@ -71,8 +66,7 @@ PUBLISHED = {
     "glm": (of_mtp("glm"), ("llama-cpp", "mlx")),
 }
 OURS = {
-    "chained": (ours("chained"), ("llama-cpp", "mlx", "reference")),
-    "parallel": (ours("parallel"), ("reference",)),
+    "chained": (chained, ("llama-cpp", "mlx", "reference")),
     "early exit": (early_exit, ("llama-cpp", "mlx", "reference")),
 }
 

@@ -18,6 +18,7 @@ from localspec.controllers.acceptance import SourceAcceptance
 from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine.pair import Pair
+from localspec.heads.base import HeadContext
 from localspec.heads.listing import inspect
 from localspec.heads.published import EngineHead
 from tests.conftest import TinyFiles
@@ -36,9 +37,9 @@ def test_a_pass_fills_in_as_many_masks_as_may_be_drafted(
     tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_llm(tiny, write_block(tiny, tmp_path, block_size=8)) as llm:
-        head, found = llm.inspect().state.models[0].drafter.head, list[int]()
-        real = head.block_logits
-        monkeypatch.setattr(head, "block_logits", lambda *given: (found.append(given[2]), real(*given))[1])
+        context, found = llm.inspect().state.models[0].drafter.context, list[int]()
+        real = context.guesses
+        monkeypatch.setattr(context, "guesses", lambda *given: (found.append(given[1]), real(*given))[1])
         for length in (3, 16):
             llm.generate(PROMPT, GREEDY, draft_length=length)
     assert set(found) <= set(range(1, 8))
@@ -114,15 +115,16 @@ def test_no_block_is_asked_of_the_engine_that_it_cannot_take(tiny: TinyFiles, tm
         head = draft.drafter.head  # type: ignore[attr-defined]
         assert isinstance(head, EngineHead)
         with head.new_context(4) as context:
+            assert isinstance(context, HeadContext)
             for token, n in ((0, 0), (0, 5), (-1, 2), (384, 2)):
                 with pytest.raises(LocalspecError, match="cannot decode a block"):
-                    head.block_logits(context, token, n)
+                    context.guesses(token, n)
             for _ in range(4):  # no state before it is needed, and what was guessed can stay
                 context.truncate(0)
-                logits, ids = head.block_logits(context, 0, 4)
+                logits, ids = context.guesses(0, 4)
                 assert (logits.shape, ids) == ((4, 384), None)
             with pytest.raises(LocalspecError, match="do not fit"):
-                head.block_logits(context, 0, 4)
+                context.guesses(0, 4)
             context.truncate(0)
 
     with open_llm(tiny, write_block(tiny, tmp_path)) as llm:

@@ -47,7 +47,7 @@ from tests.support.heads import write_random_head
 from tests.support.published_heads import write_eagle3
 
 STEPS = 4
-KINDS = ("chained", "parallel", "medusa", "exit")
+KINDS = ("chained", "exit")
 
 
 def open_head(target: Path, folder: Path, kind: str, backend: str = "reference", **options: Any) -> Head:
@@ -133,8 +133,7 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
         path = write_eagle3(micro, tmp_path / "eagle3.gguf", (1, 1, 1), n_out=4)
         head = load_published(path, states.context.model)
     else:
-        taps = {"chained": TAPS, "parallel": ("layer:0",), "medusa": ("norm",)}
-        head = open_head(micro, tmp_path, kind, **({"n_out": 4, "taps": taps[kind]} if kind in taps else {}))
+        head = open_head(micro, tmp_path, kind, **({"n_out": 4, "taps": TAPS} if kind == "chained" else {}))
     context, samples = head.new_context(32), list[DraftToken]()
 
     def made() -> SpeculativeDecoder:
@@ -164,23 +163,17 @@ class Oracle:
 
     def logits(self, text: Sequence[int], n_settled: int, first: int) -> FloatArray:
         """For the token after ``text``: the first of its tokens are settled, and states known from a position on."""
-        head, n_drafted = self.head, len(text) - n_settled
+        head = self.head
         self.context.truncate(0)
         hidden = self.context.decode(text).hidden
         states = np.concatenate([hidden[tap] for tap in head.taps], axis=1)
         self.memory.truncate(0)
         if head.kind == "exit":
             return self.memory.decode_floats(states[-1:], [0]).logits[0]
-        if head.kind == "medusa":
-            return head.medusa_logits(self.memory, states[n_settled - 2])[n_drafted]
-        rows = head.fuse(states[first : n_settled - 1]) + head.embed(text[first + 1 : n_settled])
-        if head.kind == "parallel":
-            return self.memory.decode_floats(np.concatenate([rows, head.masks]), [0] * (len(rows) + STEPS - 1)).logits[
-                len(rows) - 1 + n_drafted
-            ]
+        rows = head.true_rows(self.memory, states[first : n_settled - 1], text[first + 1 : n_settled])
         forward = self.memory.decode_floats(rows, [0] * len(rows))
         for token in text[n_settled:]:
-            forward = self.memory.decode_floats(head.chain(forward.hidden[STATE][-1:]) + head.embed([token]), [0])
+            forward = self.memory.decode_floats(head.chained_rows(forward.hidden[STATE][-1:], [token]), [0])
         return forward.logits[-1]
 
     def agrees(self, asked: Asked) -> bool:
@@ -237,8 +230,8 @@ def test_every_guess_is_made_of_the_states_of_the_text_before_it(
     """Prompts that go on from, edit, repeat or replace one another; drafts of every length, others' tokens in them,
     rounds without any, answers without the head between."""
     world = World(tiny.quick, random.Random(kind), tmp_path)
-    taps = {"chained": ("layer:0", "norm"), "parallel": ("layer:0",)}.get(kind)
-    with open_head(tiny.quick.target, tmp_path, kind, **({"taps": taps, "n_out": 200} if taps else {})) as head:
+    options: dict[str, Any] = {"taps": ("layer:0", "norm"), "n_out": 200} if kind == "chained" else {}
+    with open_head(tiny.quick.target, tmp_path, kind, **options) as head:
         drafter, oracle = drafter_of(head), Oracle(tiny.quick.target, head)
         context = world.target.new_context(N_CTX, hidden=head.taps)
         world.decoders = [
@@ -257,7 +250,7 @@ def test_every_guess_is_made_of_the_states_of_the_text_before_it(
                 n_known += asked.first > 0
         assert n_checked > 200
         assert n_deep > 50
-        assert n_known > 20 or kind in ("medusa", "exit")
+        assert n_known > 20 or kind == "exit"
 
 
 # What they keep.
@@ -266,9 +259,9 @@ def test_every_guess_is_made_of_the_states_of_the_text_before_it(
 class Reader:
     """A target, a head, and answers whose drafts are a given number of tokens long."""
 
-    def __init__(self, target: Path, folder: Path, n_ctx: int = 512, kind: str = "chained") -> None:
+    def __init__(self, target: Path, folder: Path, n_ctx: int = 512) -> None:
         self.path = target
-        self.head = open_head(target, folder, kind, taps=("layer:0",) if kind != "medusa" else ("norm",))
+        self.head = open_head(target, folder, "chained", taps=("layer:0",))
         self.model = reference.load(target)
         self.target = self.model.new_context(n_ctx, hidden=self.head.taps)
         self.drafter: ChainedHead = drafter_of(self.head, n_ctx)
@@ -334,17 +327,15 @@ def test_a_conversation_that_was_put_aside_begins_anew_in_its_memory(reader: Rea
     assert reader.lost == []
 
 
-@pytest.mark.parametrize("kind", ["chained", "parallel", "medusa"])
-def test_a_prompt_that_ends_before_the_states_that_were_kept(tiny: TinyFiles, tmp_path: Path, kind: str) -> None:
+def test_a_prompt_that_ends_before_the_states_that_were_kept(reader: Reader) -> None:
     """Nothing is known to go on from, until the target's next pass; what was read before it is still in the memory."""
-    reader = Reader(tiny.quick.target, tmp_path, kind=kind)
     text = reader.answer(words(60), 100)
     plain = reader.answer(text[:50], 12, drafters=[])
     reader.target.truncate(49)
     assert reader.answer(text[:50], 12) == plain
     assert reader.lost == []
     assert len(reader.n_rows) > 2
-    assert reader.drafter.held.start == (0 if kind != "medusa" else reader.drafter._states.start)
+    assert reader.drafter.held.start == 0
 
 
 def test_a_memory_that_is_full_begins_anew(tiny: TinyFiles, tmp_path: Path) -> None:
