@@ -10,15 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
 from localspec.server.answers import AnswerBlock, BlockAnswer, identifier
-from localspec.server.bodies import (
-    MAX_COUNT,
-    Body,
-    Flag,
-    items,
-    read,
-    text_or_items,
-    whole,
-)
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, read, text_or_items, whole
 from localspec.server.events import Wire, event
 from localspec.server.http import invalid
 from localspec.server.requests import (

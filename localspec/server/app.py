@@ -53,25 +53,16 @@ PAGE = Path(__file__).parent / "page"
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """An address at which a model answers.
-
-    Attributes:
-        path: of the address.
-        name: in the metrics.
-        body: what is asked.
-        answer: what answers a service and a body: ``whole()``, and ``events()`` where the body asks for them.
-        wire: how events are sent.
-        use: what it has a model do.
-        any_name: whether a model's name that is not known stands for none: llama.vscode calls every model GPT-4, and
-            llama-server heeds no name; the answer says whose it is.
-    """
+    """An address at which a model answers."""
 
     path: str
-    name: str
+    name: str  # in the metrics
     body: type[ModelBody]
-    answer: Callable[[Any, Any], Any]
+    answer: Callable[[Any, Any], Any]  # of a service and a body: has ``whole()``, and ``events()`` where that is asked
     wire: Wire = OPENAI
     use: Use = "text"
+    # A model's name that is not known stands for none: llama.vscode calls every model GPT-4, and llama-server heeds no
+    # name; the answer says whose it is.
     any_name: bool = False
 
 
@@ -98,14 +89,13 @@ def addresses(host: Host) -> list[Address]:
         *models.addresses(),
         *ollama_models.addresses(),
         *conversations.addresses(),
-        Address("/v1/localspec/text", TextOfFiles(host.bodies).text, methods=("POST",)),
+        Address("/v1/localspec/text", _text_of_files(host.bodies), methods=("POST",)),
         Address("/health", partial(_health, host), ALL),
         Address("/", _page, ALL),  # which asks for the key
     ]
 
 
-LOADING_SECONDS = 0.25
-"""Between two looks at how far a model is loaded, for streams that tell it."""
+LOADING_SECONDS = 0.25  # between two looks at how far a model is loaded, for streams that tell it
 
 
 def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]:
@@ -204,19 +194,11 @@ class FileBody(Body):
     data: str
 
 
-class TextOfFiles:
-    """The text of PDF and Word documents, for the page. Processes read them, two at a time."""
+def _text_of_files(bodies: BodyReader) -> Callable[[Request], Awaitable[Response]]:
+    """The text of PDF and Word documents, for the page."""
+    readers = asyncio.Semaphore(2)  # processes read them, two at a time
 
-    def __init__(self, bodies: BodyReader) -> None:
-        self._bodies = bodies
-        self._readers = asyncio.Semaphore(2)
-
-    async def text(self, request: Request) -> Response:
-        async with self._bodies.json(request) as sent, self._readers:
-            text = await asyncio.to_thread(self._read, sent)
-        return JSONResponse({"text": text})
-
-    def _read(self, sent: Any) -> str:
+    def text(sent: Any) -> str:
         body = read(FileBody, sent)
         if not is_document(body.name):
             raise ApiError(400, "name must end in .pdf or .docx")
@@ -227,26 +209,25 @@ class TextOfFiles:
         except ValueError:
             raise ApiError(400, "data must be Base64") from None
 
+    async def endpoint(request: Request) -> Response:
+        async with bodies.json(request) as sent, readers:
+            return JSONResponse({"text": await asyncio.to_thread(text, sent)})
+
+    return endpoint
+
 
 async def _page(request: Request) -> Response:
     return FileResponse(PAGE / "index.html")
 
 
-HEAD_SECONDS = 15.0
-"""From a connection, or the end of an answer, to the end of the next request's head, at most."""
-
-STALL_SECONDS = 30.0
-"""For which a client may take nothing of what is sent, at most."""
-
-MAX_CONNECTIONS = 256
-"""A quarter of the 1,024 files that a process may commonly have open."""
+MAX_CONNECTIONS = 256  # a quarter of the 1,024 files that a process may commonly have open
 
 
 class ServerProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, less patient with clients that are slow to ask, slow to read, or too many."""
 
-    head_seconds = HEAD_SECONDS
-    stall_seconds = STALL_SECONDS
+    head_seconds = 15.0  # from a connection, or the end of an answer, to the end of the next request's head, at most
+    stall_seconds = 30.0  # for which a client may take nothing of what is sent, at most
     max_connections = MAX_CONNECTIONS
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -313,8 +294,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 BACKLOG = 256
-GRACE_SECONDS = 5
-"""How long clients have, once the server ends, to take what is left for them."""
+GRACE_SECONDS = 5  # how long clients have, once the server ends, to take what is left for them
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -411,7 +391,7 @@ class Runner(uvicorn.Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.host.ending.set()
+        self.host.end()
         await super().shutdown(sockets)
 
     @contextmanager

@@ -51,8 +51,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-KEEP_ALIVE_SECONDS = 10.0
-"""Longest silence: proxies commonly give up a connection after 30 to 60 s without a byte."""
+KEEP_ALIVE_SECONDS = 10.0  # longest silence: proxies commonly give up a connection after 30 to 60 s without a byte
 
 _HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}
 
@@ -65,19 +64,12 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How an API sends events.
-
-    Attributes:
-        media_type: of the response.
-        failed: the event that says that the answer broke off, from the error and the number of events before it.
-        keep_alive: a sign of life, between events.
-        end: what follows the last event.
-    """
+    """How an API sends events."""
 
     media_type: str
-    failed: Callable[[ApiError, int], bytes]
-    keep_alive: bytes = b""
-    end: bytes = b""
+    failed: Callable[[ApiError, int], bytes]  # says that the answer broke off, after so many events
+    keep_alive: bytes = b""  # a sign of life, between events
+    end: bytes = b""  # what follows the last event
 
 
 OPENAI = Wire("text/event-stream", lambda error, n: event(error.as_dict()), b": waiting\n\n", b"data: [DONE]\n\n")

@@ -10,17 +10,7 @@ from typing import Annotated, Any, Literal
 from localspec.prompts.folding import merged
 from localspec.server.access import Client
 from localspec.server.answers import AnswerBlock, BlockAnswer, identifier
-from localspec.server.bodies import (
-    MAX_COUNT,
-    Body,
-    Flag,
-    items,
-    must_be,
-    read,
-    text_or_items,
-    whole,
-    wrong,
-)
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, text_or_items, whole, wrong
 from localspec.server.events import Wire, event
 from localspec.server.http import ApiError, invalid
 from localspec.server.requests import (
@@ -173,6 +163,10 @@ class Reasoning(Body):
 class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
+    @property
+    def schema_of_answer(self) -> dict[str, Any]:
+        return {"json_schema": self.those("name", "schema", "strict")} if self.type == "json_schema" else {}
+
 
 class TextConfig(Body):
     format: TextFormat | None = None
@@ -221,12 +215,12 @@ class ResponsesBody(ApiBody, Shared):
     ] = {}
     parallel_tool_calls: Flag = True
     previous_response_id: str | None = None
-    reasoning: Reasoning | None = None
+    reasoning: Reasoning = Reasoning()
     store: Flag = True
     stream: Flag = False
     stream_options: ResponsesStreamOptions | None = None
     stop: Stops | None = None
-    text: TextConfig | None = None
+    text: TextConfig = TextConfig()
     tools: Annotated[list[Any], items(MAX_TOOLS)] = []
     tool_choice: Any = None
     include: Annotated[list[Any], items(MAX_TOOLS)] = []
@@ -243,14 +237,13 @@ class ResponsesBody(ApiBody, Shared):
         else:
             given = [_referred(item, f"input[{i}]", served) for i, item in enumerate(self.input)]
             messages = required_messages([each for item, path in given for each in messages_of(item, path)], "input")
-        form = self.text.format if self.text else None
-        effort = self.reasoning.effort if self.reasoning else ""
-        think, variables = thinking(served, effort, self.chat_template_kwargs)
+        form = self.text.format
+        think, variables = thinking(served, self.reasoning.effort, self.chat_template_kwargs)
         how = self.job_options(
             served,
             stop=self.stop,
             max_tokens=self.max_output_tokens,
-            form=form and _response_format(form),
+            form=form and {"type": form.type} | form.schema_of_answer,
             form_name="text.format",
             thinking_budget=self.thinking_budget,
             think=think,
@@ -277,11 +270,6 @@ class ResponsesBody(ApiBody, Shared):
         elif choice not in ("auto", "none", "required"):
             raise wrong("tool_choice", '"auto", "none", "required" or {"type": "function", "name": …}', choice)
         return tool_use(tools, choice, forced=forced, allowed=allowed, parallel=self.parallel_tool_calls)
-
-
-def _response_format(form: TextFormat) -> dict[str, Any]:
-    schema = {"json_schema": form.those("name", "schema", "strict")} if form.type == "json_schema" else {}
-    return {"type": form.type} | schema
 
 
 # The answer.

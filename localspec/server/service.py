@@ -79,12 +79,9 @@ class ResponseStore:
         items = stored.response["output"] if stored is not None and may_read(stored.owner) else ()
         return next((item for item in items if item["id"] == name), None)
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str) -> None:
         with self._lock:
-            if name not in self._kept:
-                return False
-            self._n_bytes -= self._kept.pop(name)[1]
-            return True
+            self._n_bytes -= self._kept.pop(name, (None, 0))[1]
 
 
 # What the server counts, for ``/v1/localspec/stats`` and ``/metrics``.
@@ -126,23 +123,18 @@ class Metrics(Collector):
         if stats.completion_tokens:
             self._token.observe(stats.seconds_decode / stats.completion_tokens)
 
+    def _n(self, outcome: str) -> int:
+        return sum(count for (_, ended), count in self.requests.items() if ended == outcome)
+
     @property
     def mean_request_seconds(self) -> float:
         """How long a request takes, by those that were answered."""
-        n = self._by_outcome()["answered"]
-        return self._seconds_answered / n if n else 2.0
-
-    def _by_outcome(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for (_, outcome), count in self.requests.items():
-            found[outcome] += count
-        return found
+        return self._seconds_answered / n if (n := self._n("answered")) else 2.0
 
     def as_dict(self) -> dict[str, Any]:
         """The totals under the names of ``SpecStats``."""
-        by_outcome = self._by_outcome()
         totals = {name: value for name, value in self.stats.items() if name not in _OF_ONE_ANSWER}
-        return {"requests": {outcome: by_outcome[outcome] for outcome in OUTCOMES}, **totals}
+        return {"requests": {outcome: self._n(outcome) for outcome in OUTCOMES}, **totals}
 
     def collect(self) -> Iterator[Metric]:
         """The totals as families of Prometheus."""
@@ -222,9 +214,6 @@ class Service:
         responses: the answers that the server keeps.
         metrics: what is counted, also before the model was loaded.
         names: what requests may call the model; the first is what answers call it.
-
-    Attributes:
-        client: who is answered, see ``seen_by``.
     """
 
     def __init__(
@@ -271,7 +260,6 @@ class Service:
         Raises:
             UsageError, TemplateError: the messages or texts fit neither template nor context, or the model has no
                 tokens to fill in between two texts.
-            ApiError: a variable that the template does not know.
         """
         limits: dict[str, Any] = {"deadline": self.settings.time_limit, "conversation": object()}
         if isinstance(asked, ChatRequest):
@@ -318,25 +306,18 @@ class Service:
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens of a text to continue, in which editors may have written the marks of fill-in-the-middle, of one
         to fill in before a suffix, or of token ids; and keywords of ``LLM.job``."""
-        if isinstance(prompt, list):
-            return prompt, {}
+        llm = self.llm
+        if isinstance(prompt, str) and asked.suffix is not None:
+            prompt = llm.fill_prompt(prompt, asked.suffix, max_tokens=asked.params.max_tokens)
+        elif isinstance(prompt, str):
+            prompt = llm.marked_fill_prompt(prompt) or llm.encode(prompt, room=llm.n_ctx)
         if isinstance(prompt, FillPrompt):
-            fill = prompt
-        elif asked.suffix is not None:
-            fill = self.llm.fill_prompt(prompt, asked.suffix, max_tokens=asked.params.max_tokens)
-        elif (marked := self.llm.marked_fill_prompt(prompt)) is not None:
-            fill = marked
-        else:
-            return self.llm.encode(prompt, room=self.llm.n_ctx), {}
-        return fill.tokens, {"keep_tokens": fill.n_before, "priority": FILL_PRIORITY}
+            return prompt.tokens, {"keep_tokens": prompt.n_before, "priority": FILL_PRIORITY}
+        return prompt, {}
 
     def formed(self, asked: ChatRequest) -> ChatRequest:
         """A chat with the form that its answer must have: a call that is forced is begun, and what has a given form is
-        not thought about before.
-
-        Raises:
-            UsageError: see ``forced_call``.
-        """
+        not thought about before."""
         if asked.tools.required:
             opening, params = forced_call(self.llm.template, asked.tools, asked.params)
             asked = replace(asked, opening=opening, params=params)
@@ -345,12 +326,8 @@ class Service:
         return asked
 
     def chat_prompt(self, asked: ChatRequest, room: int | None = None) -> list[int]:
-        """The tokens of a chat that is ``formed``; ``room``: see ``LLM.encode``. It may take a while too.
-
-        Raises:
-            ApiError: a variable that the template does not know.
-            UsageError, TemplateError: the messages cannot be.
-        """
+        """The tokens of a chat that is ``formed``; ``room``: see ``LLM.encode``. An ``ApiError``: the template does not
+        know a variable."""
         for name in asked.variables:
             if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
                 path = f"chat_template_kwargs.{name:.60}"

@@ -18,17 +18,12 @@ from localspec.spec_decode.rounds import EmittedToken, Round
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, as OpenAI has them; empty if none may be called.
-
-    Attributes:
-        required: the answer must be a call; ``forced``: of this function.
-        parallel: whether there may be several calls.
-    """
+    """The tools of a request, as OpenAI has them; empty if none may be called."""
 
     tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    required: bool = False
-    forced: str | None = None
-    parallel: bool = True
+    required: bool = False  # the answer must be a call
+    forced: str | None = None  # of this function
+    parallel: bool = True  # there may be several calls
 
 
 def usual_role(role: str) -> str:
@@ -133,17 +128,11 @@ def _move(place: str, schema: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came since the last one.
+    """What came since the last one."""
 
-    Attributes:
-        pieces: verified text, and beginnings and arguments of tool calls, in their order.
-        thinking: the thinking before it.
-        tokens: those whose text has been released, calls included, thinking not.
-    """
-
-    pieces: Sequence[Piece] = ()
-    thinking: str = ""
-    tokens: list[EmittedToken] = field(default_factory=list)
+    pieces: Sequence[Piece] = ()  # verified text, and beginnings and arguments of tool calls, in their order
+    thinking: str = ""  # before it
+    tokens: list[EmittedToken] = field(default_factory=list)  # whose text has been released; calls, but not thinking
 
     def __bool__(self) -> bool:
         return bool(self.pieces or self.thinking or self.tokens)

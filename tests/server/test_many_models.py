@@ -165,7 +165,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
         assert generate()["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
-        assert 0 < shown["size"] == server.host.named("red").needed
+        assert 0 < shown["size"] == server.host.named("red").plan.needed
         assert "T" in shown["expires_at"]
         assert generate(keep_alive=-1)["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
@@ -191,7 +191,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
 def test_one_that_is_used_least_recently_makes_room(disk: Path) -> None:
     with serve_several(prefix_cache=0) as server:
-        server.host.memory = sum(sorted(model.needed for model in server.host.models)[1:])
+        server.host.memory = sum(sorted(model.plan.needed for model in server.host.models)[1:])
         for name, expected in (
             ("blue", ["blue"]),
             ("code", ["blue", "code"]),
@@ -212,15 +212,19 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
         assert refused(server, "/v1/messages", chat("red"))[1] == message
     ggufs.write_llama(disk / "alpha.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=1)
     with serve_several(prefix_cache=0) as server:
-        server.host.memory = server.host.named("blue").needed
-        assert server.host.named("alpha").needed > server.host.memory  # what names none goes to one that fits
+        server.host.memory = server.host.named("blue").plan.needed
+        assert server.host.named("alpha").plan.needed > server.host.memory  # what names none goes to one that fits
         assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
 def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(gpu_memory=1 << 30, prefix_cache=0) as server:
         blue, _, red = server.host.models
-        assert (blue.plan.load.n_gpu_layers, blue.needed, blue.plan.on_gpu) == (-1, 0, red.plan.on_gpu)  # all of it
+        assert (blue.plan.load.n_gpu_layers, blue.plan.needed, blue.plan.on_gpu) == (
+            -1,
+            0,
+            red.plan.on_gpu,
+        )  # all of it
         most = max(model.plan.on_gpu for model in server.host.models)
     monkeypatch.setattr(hosting, "_taken", lambda *given, **more: hosting.Space(0, most))  # as if there was one
     with serve_several(gpu_memory=2 * most, prefix_cache=0) as server:
@@ -248,7 +252,7 @@ def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPat
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(prefix_cache=0) as server:
         blue, _, red = server.host.models
-        server.host.memory = max(red.needed, blue.needed)
+        server.host.memory = max(red.plan.needed, blue.plan.needed)
         answers: list[str] = []
 
         def one(model: str) -> None:
@@ -271,7 +275,7 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
 def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
     how = opening({"parallel": 2})
     with serve_several(how, prefix_cache=0) as server:
-        plan, most = server.host.named("red").plan, server.host.named("red").needed
+        plan, most = server.host.named("red").plan, server.host.named("red").plan.needed
         assert (plan.load.parallel, plan.drafts) == (2, True)
     for memory in (most, most - 1):
         with serve_several(how, prefix_cache=0, memory=memory) as server:
@@ -517,7 +521,7 @@ def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
             expected.append(("/api/embed", {"model": "bert", "input": text}, said))
         model.close()
     with serve_several(keep_alive=0.2, queue=64, prefix_cache=0) as server:
-        sizes = sorted(model.needed for model in server.host.models)
+        sizes = sorted(model.plan.needed for model in server.host.models)
         server.host.memory = sum(sizes[-2:])  # the largest two, not all
         answered, most = many_requests(server, expected, 120)
         assert answered > 100
