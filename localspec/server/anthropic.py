@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
@@ -18,6 +18,7 @@ from localspec.server.requests import (
     MAX_TOOLS,
     ApiBody,
     ChatRequest,
+    JsonSchema,
     ServedModel,
     Shared,
     Stops,
@@ -129,10 +130,8 @@ class AnthropicToolChoice(Body):
     disable_parallel_tool_use: Flag = False
 
 
-class OutputFormat(Body):
+class OutputFormat(JsonSchema):
     type: Literal["json_schema"] = "json_schema"
-    schema_: Any = Field(None, alias="schema")
-    name: Any = None
 
 
 class OutputConfig(Body):

@@ -298,12 +298,8 @@ GRACE_SECONDS = 5  # how long clients have, once the server ends, to take what i
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens: from here on the port is ours, and clients wait until they are answered.
-
-    Raises:
-        UsageError: no such address.
-        LocalspecError: the port is in use, or not to be had.
-    """
+    """A socket that listens: from here on the port is ours, and clients wait until they are answered. A
+    ``LocalspecError``: there is no such address, or the port is in use or not to be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError, OverflowError):
@@ -311,13 +307,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
+        message = f"cannot listen on port {port} of {host}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            raise LocalspecError(
-                f"port {port} of {host} is in use: stop what uses it, or take another with --port (0 finds one)"
-            ) from None
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES):
-            raise LocalspecError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
-        raise
+            message = f"port {port} of {host} is in use: stop what uses it, or take another with --port (0 finds one)"
+        raise LocalspecError(message) from None
 
 
 def url_of(sock: socket.socket) -> str:
@@ -341,9 +334,6 @@ class Runner(uvicorn.Server):
         host: what is served.
         verbose: log every request to standard error.
         on_start: called once clients are answered, and signals heeded.
-
-    Attributes:
-        signal: the signal that ended it, or None.
     """
 
     def __init__(self, host: Host, *, verbose: bool = False, on_start: Callable[[], None] | None = None) -> None:
@@ -351,7 +341,7 @@ class Runner(uvicorn.Server):
             _log_requests()
         self.host = host
         self._on_start = on_start
-        self.signal: int | None = None
+        self.signal: int | None = None  # that ended it
         super().__init__(
             uvicorn.Config(
                 application(host.settings, addresses(host), PAGE),

@@ -23,12 +23,8 @@ Result = TypeVar("Result")
 
 
 async def while_connected(receive: Receive, ending: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, which a client that leaves, or a server that ends, cancels.
-
-    Raises:
-        ClientDisconnect: the client is gone.
-        ApiError: the server goes down.
-    """
+    """The result of the work, which a client that leaves (``ClientDisconnect``), or a server that ends (``ApiError``),
+    cancels."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     ended = asyncio.ensure_future(ending.wait())
@@ -80,13 +76,8 @@ LLAMA_SERVER = replace(OPENAI, end=b"")
 class EventStream(Response):
     """A response made of encoded events, which are closed when the client leaves.
 
-    Nothing is sent before the first event or sign of life, so that what fails until then has its own status.
-
-    Args:
-        events: what is sent.
-        ending: is set once the server goes down.
-        wire: how.
-        over: is called at the end, also of a stream whose client left before it began.
+    Nothing is sent before the first event or sign of life, so that what fails until then has its own status. At the
+    end ``over`` is called, also of a stream whose client left before it began.
     """
 
     def __init__(

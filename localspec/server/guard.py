@@ -58,13 +58,7 @@ def application(settings: ServerSettings, addresses: Sequence[Address], page: Pa
 
 
 class Guard:
-    """ASGI middleware in front of everything.
-
-    Args:
-        app: what it guards.
-        settings: the server's: key, names, origins.
-        kinds: the kinds of client that each address answers; one that is not among them refuses all.
-    """
+    """ASGI middleware in front of everything; ``kinds``: the kinds of client that each address answers."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, kinds: Sequence[tuple[re.Pattern[str], Collection[Kind]]]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -106,12 +106,12 @@ class ServedFile:
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((self.name, self.spec, self.path.name.removesuffix(".gguf"))))
 
-    def fills(self) -> bool:
-        """Whether the model has tokens for what stands between two texts; it takes a while to find out."""
-        if self.embeds:
-            return False
-        with GGUFFile(self.path) as file:
-            return "fim_mid" in Vocab.from_gguf(file).fim
+
+@lru_cache(256)
+def fills(path: Path) -> bool:
+    """Whether a model has tokens for what stands between two texts; it takes a while to find out."""
+    with GGUFFile(path) as file:
+        return "fim_mid" in Vocab.from_gguf(file).fim
 
 
 def memory_of(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> Space:
@@ -169,7 +169,6 @@ class HostedModel:
     expires: float | None = None  # when it is unloaded, in seconds since 1970; None: at no time
     doing: tuple[str, float | None] = ("", None)  # to load it, and the fraction done if it is known
     error: str | None = None  # why it could not be loaded the last time
-    fills: bool | None = None
     leaves: bool = False  # once it is idle
     deleted: bool = False
     failure: ApiError | None = None
@@ -360,12 +359,11 @@ class Host:
         Raises:
             ApiError: there is no such model here (404), or it does something else (400).
         """
-        known = [model for model in self.models if not model.deleted]
         model = self.named(name) if name else None
         if model is None and (not name or any_name):
-            able = [each for each in known if each.file.embeds == (use == "embed")]
+            able = [each for each in self.models if not each.deleted and each.file.embeds == (use == "embed")]
             if use == "fill" and len(able) > 1:
-                able = [each for each in able if await self.fills(each)] or able
+                able = [each for each in able if await asyncio.to_thread(fills, each.file.path)] or able
             if not able:
                 _check_use(None, use)
             return next((each for each in able if self.fits(each)), able[0])
@@ -397,11 +395,6 @@ class Host:
                     f"{entry.name} is not on this disk; localspec pull {entry.name}, or POST /api/pull, fetches it"
                 )
         return ApiError(404, message, param="model", code="model_not_found")
-
-    async def fills(self, model: HostedModel) -> bool:
-        if model.fills is None:
-            model.fills = await asyncio.to_thread(model.file.fills)
-        return model.fills
 
     # -- loading ---------------------------------------------------------------------------------------------------
 

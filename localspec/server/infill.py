@@ -142,11 +142,8 @@ class Slots:
 
     @contextmanager
     def newest(self, slot: int | None) -> Iterator[None]:
-        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled.
-
-        Raises:
-            ApiError: a newer request took the slot.
-        """
+        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled, which
+        is an ``ApiError`` there."""
         if slot is None:
             yield
             return

@@ -30,7 +30,7 @@ from localspec.server.access import READS_TEXTS, SEES_OTHERS, Address, Client, c
 from localspec.server.bodies import Body, Flag, read
 from localspec.server.embeddings import EmbeddingService
 from localspec.server.events import EventStream, while_connected
-from localspec.server.hosting import Host, HostedModel
+from localspec.server.hosting import Host, HostedModel, fills
 from localspec.server.http import ApiError, invalid
 from localspec.server.ollama import WIRE, line, timestamp
 from localspec.server.service import Service
@@ -354,7 +354,7 @@ class OllamaModels:
         if model.file.embeds:
             return ["embedding"]
         thinks = model.llm.thinking is not None if model.llm is not None else "</think>" in template
-        more = {"insert": await self.host.fills(model), "thinking": thinks}
+        more = {"insert": await asyncio.to_thread(fills, model.file.path), "thinking": thinks}
         return ["completion", "tools", *(name for name, can in more.items() if can)]
 
     async def pull(self, request: Request) -> Response:

@@ -193,13 +193,8 @@ class ChoiceJob:
     """One answer to make: what the engine is asked, and what reads its rounds."""
 
     job: Job
+    prompt: list[int]
     reader: DeltaReader
-
-    @property
-    def prompt(self) -> list[int]:
-        """The token ids of ``job.request``."""
-        tokens: list[int] = self.job.request.prompt
-        return tokens
 
 
 Kept = TypeVar("Kept")
@@ -298,7 +293,7 @@ class Service:
         for i in range(n):
             own = params if i == 0 or params.seed is None else replace(params, seed=(params.seed + i) % (1 << 63))
             reader = DeltaReader(use or ToolUse(), opening, wants_tokens="logprobs" in options)
-            found.append(ChoiceJob(llm.job(tokens, own, **options), reader))
+            found.append(ChoiceJob(llm.job(tokens, own, **options), tokens, reader))
         return found
 
     def _text_prompt(
