@@ -63,11 +63,7 @@ class ToolResultBlock(Body):
 
 class ThinkingBlock(Body):
     type: str
-    thinking: str
-
-
-class RedactedThinkingBlock(Body):
-    type: str
+    thinking: str = ""  # nobody but who encrypted it reads what is redacted
 
 
 class AnthropicMessage(Body):
@@ -96,10 +92,9 @@ def _of_block(role: str, block: Any, path: str) -> Iterator[dict[str, Any]]:
     elif role == "assistant" and kind == "tool_use":
         use = read(ToolUseBlock, block, path)
         yield calling(use.id, use.name, use.input or {})
-    elif role == "assistant" and kind == "thinking":
-        yield {"role": role, "content": "", "reasoning_content": read(ThinkingBlock, block, path).thinking}
-    elif role == "assistant" and kind == "redacted_thinking":
-        read(RedactedThinkingBlock, block, path)
+    elif role == "assistant" and kind in ("thinking", "redacted_thinking"):
+        if thought := read(ThinkingBlock, block, path).thinking:
+            yield {"role": role, "content": "", "reasoning_content": thought}
     else:
         raise invalid(f"{path}.type: {kind!r:.40} cannot be used here, only text and tools", f"{path}.type")
 

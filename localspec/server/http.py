@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
@@ -30,39 +30,26 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A refusal.
+    """A refusal."""
 
-    Args:
-        status: of HTTP.
-        message: one line for the person who reads the client's log.
-        kind: OpenAI's ``type``; by the status if None.
-        param: the field of the request that is wrong, such as ``messages[0].role``.
-        code: a word for programs.
-        headers: further ones.
-    """
+    status: int  # of HTTP
+    said: str  # one line for the person who reads the client's log
+    _: KW_ONLY
+    kind: str = ""  # OpenAI's ``type``; by the status if empty
+    param: str | None = None  # the field of the request that is wrong, such as ``messages[0].role``
+    code: str | None = None  # a word for programs
+    headers: Mapping[str, str] | None = None  # further ones
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str | None = None,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind or (INVALID if status < 500 else SERVER)
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    def __post_init__(self) -> None:
+        super().__init__(self.said)
+        self.kind = self.kind or (INVALID if self.status < 500 else SERVER)
 
     @property
     def message(self) -> str:
         """The message as it is sent: short, with visible controls, as it may quote the client."""
-        return " ".join(visible(str(self)).split())[:600]
+        return " ".join(visible(self.said).split())[:600]
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's form: ``{"error": {message, type, param, code}}``."""

@@ -192,19 +192,28 @@ class ModelEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         host, registry = self.host, CollectorRegistry()
-        client = client_of(request)
-        if (only := host.only) is not None:
-            registry.register(only.metrics)
-            if isinstance(only.service, Service):
-                _register(registry, only.service.seen_by(client), host.started)
-        else:
+        gauges: list[tuple[str, str, float]] = [("uptime_seconds", "Since the start.", time.time() - host.started)]
+        if (only := host.only) is None:
             registry.register(OfModels(host))
-            for name, about, value in (
+            gauges += [
                 ("memory_limit_bytes", "What the models may take.", host.memory),
                 ("gpu_memory_limit_bytes", "What they may take of GPUs of their own memory.", host.gpu_memory),
-                ("uptime_seconds", "Since the start.", time.time() - host.started),
-            ):
-                Gauge(f"localspec_{name}", about, registry=registry).set(value)
+            ]
+        else:
+            registry.register(only.metrics)
+            if isinstance(only.service, Service):
+                service, llm = only.service.seen_by(client_of(request)), only.service.llm
+                names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
+                about = names | {"draft": ",".join(service.drafters)}
+                Info("localspec", "What is served.", registry=registry).info(about)
+                gauges += [
+                    ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
+                    ("requests_waiting", "Requests in the queue.", llm.queue_length),
+                    ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
+                    ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
+                ]
+        for name, documentation, value in gauges:
+            Gauge(f"localspec_{name}", documentation, registry=registry).set(value)
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
@@ -212,20 +221,6 @@ async def _asked(host: Host, request: Request) -> HostedModel:
     """The model that a request's body names."""
     async with host.bodies.json(request) as body:
         return host.known(read(OllamaShowBody, body).asked)
-
-
-def _register(registry: CollectorRegistry, service: Service, started: float) -> None:
-    llm = service.llm
-    names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
-    Info("localspec", "What is served.", registry=registry).info(names | {"draft": ",".join(service.drafters)})
-    for name, about, value in (
-        ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
-        ("requests_waiting", "Requests in the queue.", llm.queue_length),
-        ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
-        ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
-        ("uptime_seconds", "Since the start.", time.time() - started),
-    ):
-        Gauge(f"localspec_{name}", about, registry=registry).set(value)
 
 
 @dataclasses.dataclass(eq=False)

@@ -158,8 +158,8 @@ class Shared(Body):
     logit_bias: Annotated[dict[str, _Bias], _FEW_BIASES] | None = None
     grammar: str | None = None
     ignore_eos: Flag | None = None
-    prediction: Prediction | None = None
-    localspec: OwnFields | None = None
+    prediction: Prediction = Prediction()
+    localspec: OwnFields = OwnFields()
 
     def job_options(
         self,
@@ -199,8 +199,7 @@ class Shared(Body):
             name = next((name for name in given if str(error).startswith(name)), formats[0] if formats else "")
             path = form_name if name == "response_format" else name and at + name
             raise invalid(str(error).replace("response_format", form_name, 1), path or None) from None
-        prediction, own = self.prediction, self.localspec or OwnFields()
-        content = None if prediction is None else prediction.content
+        content, own = self.prediction.content, self.localspec
         where = at if "prediction" in self.sent else ""  # Ollama's top level has it too
         options = more | {
             "prediction": None if content is None else text_of(content, f"{where}prediction.content") or None,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -280,13 +281,8 @@ def as_json(text: str, type_: ArgumentType | None = None) -> str | None:
     """A whole value as JSON; None if it is none."""
     source, found = IncomingText(), list[str]()
     source.feed(text, final=True)
-
-    def reading() -> Reading:
-        yield from read_value(source, found.append, type_ or UNTYPED)
-        yield from source.spaces()
-
     try:
-        for _ in reading():
+        for _ in chain(read_value(source, found.append, type_ or UNTYPED), source.spaces()):
             raise AssertionError("the text is all there")
     except NoCall:
         return None
@@ -391,7 +387,7 @@ def _escape(source: IncomingText) -> Generator[None, None, str]:
     source.take(n)
     code = int(digits, 16)
     if not 0xD800 <= code < 0xE000:
-        return f"\\u{digits}" if n == 4 else escaped(chr(code))
+        return escaped(chr(code))
     other = yield from source.peek(6)  # half of a character is none
     if n == 4 and code < 0xDC00 and re.fullmatch(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}", other):
         return "\\u" + digits + source.take(6)
@@ -645,20 +641,16 @@ class ToolCallReader:
 
     def push(self, text: str) -> list[Piece]:
         """Read on; returns what is certain now."""
-        if not self._functions:
-            return [TextPiece(text)] if text else []
         return self._advance(text, final=False)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        """The answer is over; returns the rest.
-
-        Args:
-            cut: it was ended before its end: a call that is not whole stays so.
-        """
+        """The answer is over; returns the rest. Where it was ``cut``, a call that is not whole stays so."""
         self._cut = cut
-        return self._advance("", final=True) if self._functions else []
+        return self._advance("", final=True)
 
     def _advance(self, text: str, *, final: bool) -> list[Piece]:
+        if not self._functions:
+            return [TextPiece(text)] if text else []
         if not self._over:
             self._source.feed(text, final=final)
             self._over = next(self._reading, self) is self
@@ -804,19 +796,19 @@ class ToolCallReader:
 
     def _object(self, mark: Mark) -> Reading:
         """``{"name": …, "arguments": {…}}``, in any order, or as OpenAI writes it."""
-        call = _Call()
+        call = SimpleNamespace(name=None, arguments=None, begun=False, nested=False)  # as far as it was read
         yield from self._members(mark, call)
         if call.name is None or (mark is _BARE and call.arguments is None):
             raise NoCall
-        if not call.begun:
-            arguments = as_json(call.arguments or "{}", self._type(call.name))
-            if arguments is None:
-                raise NoCall
-            self._start(call.name, mark)
-            self._give(arguments)
-        self._done()
+        if call.begun:
+            self._done()
+            return
+        arguments = as_json(call.arguments or "{}", self._type(call.name))
+        if arguments is None:
+            raise NoCall
+        yield from self._called(call.name, mark, arguments)
 
-    def _members(self, mark: Mark, call: _Call) -> Reading:
+    def _members(self, mark: Mark, call: SimpleNamespace) -> Reading:
         source = self._source
         source.take(1)
         yield from source.spaces()
@@ -851,12 +843,12 @@ class ToolCallReader:
         yield from read_value(self._source, found.append, UNTYPED)
         return "".join(found)
 
-    def _given(self, mark: Mark, call: _Call) -> Reading:
+    def _given(self, mark: Mark, call: SimpleNamespace) -> Reading:
         """The arguments of an object: they go out as they come, if the name stood before them."""
         if call.name is not None and (yield from self._source.peek()) == "{":
             call.begun, call.arguments = True, ""
             self._start(call.name, mark)
-            yield from self._arguments(call.name)
+            yield from read_value(self._source, self._give, self._type(call.name))
             return
         value = yield from self._value()
         value = written_json(value) if value.startswith('"') else value
@@ -896,12 +888,10 @@ class ToolCallReader:
             yield from self._called(name, mark)
             if fence:
                 yield from self._closed("```")
-        elif (yield from source.one_of("<arg_key>")):
-            yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
+        elif (yield from source.sees("<arg_key>")):
+            yield from self._tagged_arguments(mark, "<arg_key>", name)
         elif name in self._functions and mark.closers and not self._cut and (yield from source.ahead(mark.closers)):
-            self._start(name, mark)
-            self._give("{}")
-            self._done()
+            yield from self._called(name, mark, "{}")
         else:
             raise NoCall
 
@@ -945,21 +935,19 @@ class ToolCallReader:
         else:
             yield from self._tagged_arguments(mark, opener, name)
 
-    def _tagged_arguments(self, mark: Mark, opener: str, name: str, *, begun: bool = False) -> Reading:
-        """Arguments between tags; ``begun``: what begins the first has been read."""
+    def _tagged_arguments(self, mark: Mark, opener: str, name: str) -> Reading:
+        """Arguments between tags."""
         source, tags, type_ = self._source, TAGS[opener], self._type(name)
         n = 0
         while True:
-            if not begun:
-                yield from source.spaces()
-                if not (yield from source.peek()):
-                    if self._cut or not n:
-                        raise NoCall
-                    break
-                if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
-                    break
-                yield from source.need(tags.key)
-            begun = False
+            yield from source.spaces()
+            if not (yield from source.peek()):
+                if self._cut or not n:
+                    raise NoCall
+                break
+            if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
+                break
+            yield from source.need(tags.key)
             key = (yield from source.run(_IN_TAG)).strip()
             attributes = yield from source.run(_ATTRIBUTES)
             if not key or not (yield from source.one_of(">", "</arg_key>")):
@@ -986,36 +974,31 @@ class ToolCallReader:
     def _tagged_value(self, mark: Mark, tags: Tags, declared: Sequence[str], put: Put) -> Reading:
         """A value up to what ends it. The value itself may hold such a text: what follows an end has to fit."""
         source = self._source
-        following = (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)
-        ends: tuple[str, ...] = (tags.value_ends,)
+        after = {tags.value_ends: (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)}
         if tags.lines:
             yield from source.one_of("\n")
             # Some models forget to end a value.
-            ends = (f"\n{tags.value_ends}", tags.value_ends, f"\n{tags.key}", f"\n{tags.ends}")
-        pattern = re.compile("|".join(map(re.escape, ends)))
+            forgotten = {f"\n{tags.key}": tuple(f"{name}>" for name in declared)}
+            forgotten[f"\n{tags.ends}"] = (*mark.closers, *_OPENERS)
+            after = {f"\n{tags.value_ends}": after[tags.value_ends]} | after | forgotten
+        pattern = re.compile("|".join(map(re.escape, after)))
         while True:
-            text, match = source.search(pattern, ends)
+            text, match = source.search(pattern, tuple(after))
             if text:
                 put(text)
-            if match is None:
-                if not (yield from source.more()):
-                    rest = source.take(source.n_left)
-                    if self._cut:
-                        put(rest)
-                        raise NoCall
-                    put(rest.removesuffix("\n") if tags.lines else rest)
+            if match:
+                ended = yield from source.ahead(after[match[0]], len(match[0]))
+                read = source.take(len(match[0])) if not ended or match[0].endswith(tags.value_ends) else ""
+                if ended:
                     return
-            elif match[0].endswith(tags.value_ends):
-                if (yield from source.ahead(following, len(match[0]))):
-                    source.take(len(match[0]))
-                    return
-                put(source.take(len(match[0])))
-            else:
-                names = [f"{name}>" for name in declared]
-                fits = (*mark.closers, *_OPENERS) if match[0].endswith(tags.ends) else names
-                if (yield from source.ahead(fits, len(match[0]))):
-                    return
-                put(source.take(len(match[0])))
+                put(read)
+            elif not (yield from source.more()):
+                rest = source.take(source.n_left)
+                if self._cut:
+                    put(rest)
+                    raise NoCall
+                put(rest.removesuffix("\n") if tags.lines else rest)
+                return
 
     # -- calls on their way out ----------------------------------------------------------------------------------------
 
@@ -1025,13 +1008,13 @@ class ToolCallReader:
     def _type(self, name: str) -> ArgumentType:
         return self._functions.get(name, UNTYPED)
 
-    def _arguments(self, name: str) -> Reading:
-        yield from read_value(self._source, self._give, self._type(name))
-
-    def _called(self, name: str, mark: Mark) -> Reading:
-        """A call whose arguments come as JSON."""
+    def _called(self, name: str, mark: Mark, arguments: str | None = None) -> Reading:
+        """A call with these arguments; None: they come, as JSON."""
         self._start(name, mark)
-        yield from self._arguments(name)
+        if arguments is None:
+            yield from read_value(self._source, self._give, self._type(name))
+        else:
+            self._give(arguments)
         self._done()
 
     def _closed(self, *texts: str) -> Reading:
@@ -1047,8 +1030,8 @@ class ToolCallReader:
         if not self._muted:
             self.n_calls += 1
         self._put(CallStart(self.n_calls - 1, f"call_{secrets.token_hex(12)}", name))
-        if early:
-            self._commit()
+        if early and not self._holding:
+            self._source.taken = None
 
     def _give(self, text: str) -> None:
         if text:
@@ -1063,25 +1046,11 @@ class ToolCallReader:
         self._source.record()
         self._n_sure, self._settled = len(self._pieces), (self.n_calls, self.n_done)
 
-    def _commit(self) -> None:
-        if not self._holding:
-            self._source.taken = None
-
     def _done(self) -> None:
         self.n_done += not self._muted
         self._muted = False
         if not self._holding:
             self._record()
-
-
-@dataclass(slots=True)
-class _Call:
-    """An object that may be a call, as far as it was read."""
-
-    name: str | None = None
-    arguments: str | None = None
-    begun: bool = False
-    nested: bool = False
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
