@@ -211,15 +211,11 @@ class CompletionBody(OpenAIBody):
     def _prompts(self, n_vocab: int) -> list[str | list[int]]:
         """A text, several, token ids, or several lists of them."""
         prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt, list) and prompt:
-            if all(isinstance(item, str) for item in prompt):
-                return list(prompt)
-            if are_tokens(prompt, n_vocab):
-                return [prompt]
-            if all(item and are_tokens(item, n_vocab) for item in prompt):
-                return list(prompt)
+        several = prompt if isinstance(prompt, list) and not are_tokens(prompt, n_vocab) else [prompt]
+        if all(isinstance(each, str) for each in several) or all(
+            each and are_tokens(each, n_vocab) for each in several
+        ):
+            return list(several)
         raise wrong("prompt", f"a string, strings, or token ids under {n_vocab}", prompt)
 
 
@@ -368,12 +364,12 @@ class ChatAnswer(OpenAIAnswer):
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         if "logprobs" not in self.asked.options:
             return {}
-        return {"logprobs": {"content": [self._entry(token) for token in delta.tokens], "refusal": None}}
-
-    def _entry(self, token: EmittedToken) -> dict[str, Any]:
-        assert token.logprobs is not None
-        top = [self._named(id, logprob) for id, logprob in token.logprobs.top]
-        return self._named(token.id, token.logprobs.logprob) | {"top_logprobs": top}
+        content = []
+        for token in delta.tokens:
+            assert token.logprobs is not None
+            top = [self._named(*each) for each in token.logprobs.top]
+            content.append(self._named(token.id, token.logprobs.logprob) | {"top_logprobs": top})
+        return {"logprobs": {"content": content, "refusal": None}}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         llm = self.service.llm

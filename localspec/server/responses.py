@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -64,13 +63,9 @@ WIRE = Wire("text/event-stream", _failed, b": waiting\n\n")
 
 
 class Item(Body):
-    """An item of the input."""
+    """An item of the input; its ``messages`` are what it is in a chat."""
 
     type: str = "message"
-
-    @abstractmethod
-    def messages(self, path: str) -> Iterator[dict[str, Any]]:
-        """The item as messages of a chat."""
 
 
 class MessageItem(Item):
@@ -112,7 +107,7 @@ class ReasoningItem(Item):
             yield {"role": "assistant", "content": "", "reasoning_content": thought}
 
 
-ITEMS: dict[Any, type[Item]] = {
+ITEMS: dict[str, Any] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
@@ -135,8 +130,8 @@ def messages_of(item: Any, path: str) -> list[dict[str, Any]]:
 
 def _referred(item: Any, path: str, served: ServedModel) -> tuple[Any, str]:
     """The item of an answer that is kept, where an item of the input only names it; else the item itself."""
-    is_reference = isinstance(item, dict) and item.get("type") == "item_reference"
-    if not is_reference and not (isinstance(item, dict) and item.get("type") is None and item.get("role") is None):
+    kind = item.get("type") if isinstance(item, dict) else ""
+    if kind != "item_reference" and (kind is not None or item.get("role") is not None):
         return item, path
     name, path = read(ItemReference, item, path).id, f"{path}.id"
     found = served.item(name)
@@ -328,8 +323,7 @@ class ResponsesAnswer(BlockAnswer):
             "localspec": self.figures(),
         }
         if self._body.store:
-            items = [self._item(block) for block in self.blocks]
-            messages = [message for item in items for message in messages_of(item, "output")]
+            messages = [message for item in response["output"] for message in messages_of(item, "output")]
             owner = self.service.client.owner
             self.service.responses.put(self._id, StoredResponse(response, [*self._messages, *messages], owner))
         return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import socket
 import threading
 import time
@@ -131,6 +132,16 @@ def test_all_on_the_disk_are_served_and_loaded_when_asked_for(disk: Path) -> Non
         _, _, metrics = server.ask("GET", "/metrics")
         assert b'localspec_requests_total{endpoint="chat",model="red",outcome="answered"} 3.0' in metrics
         assert b'localspec_model_loaded{model="code"} 1.0' in metrics
+
+
+def test_files_of_one_name_are_told_apart(disk: Path) -> None:
+    (models_dir() / "hf/acme/more").mkdir()
+    shutil.copy(disk / "red.gguf", models_dir() / "hf/acme/more/red.gguf")
+    with serve_several(aliases=["gpt-4"]) as server:
+        assert sorted(each["id"] for each in ask(server, "/v1/models")["data"]) == ["blue", "code", "red", "red-2"]
+        first, second = (ask(server, "/api/show", {"model": f"hf:acme/{repo}/red.gguf"}) for repo in ("tiny", "more"))
+        assert {first["modelfile"], second["modelfile"]} == {"FROM red\n", "FROM red-2\n"}
+        assert [model.names[-1] for model in server.host.models].count("gpt-4") == 1
 
 
 def test_named_models_alone_are_served(disk: Path) -> None:
