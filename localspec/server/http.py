@@ -244,7 +244,7 @@ _FOR_EVER_S = 10 * 365 * 24 * 3600.0
 def read_keep_alive(value: Any) -> KeepAlive:
     """What Ollama's ``keep_alive`` says: seconds, as a number or a text, or a duration of Go's (``1h30m``, ``500ms``);
     less than 0 is for ever. A ``ValueError`` if it is none of these."""
-    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
+    if isinstance(value, str) and len(value) < 100 and (match := _DURATION.fullmatch(value.strip())):
         parts = _PART.findall(match[3] or "")
         seconds = float(match[2]) if match[2] else sum(float(number) * _UNITS[unit] for number, unit in parts)
         value = -seconds if match[1] == "-" else seconds

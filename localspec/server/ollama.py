@@ -130,7 +130,7 @@ class OllamaBody(StayingBody, ApiBody):
         elif self.format:
             form = {"type": "json_object"}
         given = self.options
-        own = {name: getattr(self, name) for name in ("prediction", "localspec") if name in self.model_fields_set}
+        own: dict[str, Any] = {n: getattr(self, n) for n in ("prediction", "localspec") if n in self.model_fields_set}
         if given.repeat_last_n == -1:  # all of the text
             own["repeat_last_n"] = MAX_COUNT
         return given.model_copy(update=own).job_options(
