@@ -76,27 +76,26 @@ class AnthropicMessage(Body):
             yield {"role": self.role, "content": self.content}
             return
         for i, block in enumerate(self.content):
-            yield from _of_block(self.role, block, f"{path}.content[{i}]")
+            yield from self._of_block(block, f"{path}.content[{i}]")
 
-
-def _of_block(role: str, block: Any, path: str) -> Iterator[dict[str, Any]]:
-    kind = block.get("type") if isinstance(block, dict) else "text"
-    if kind == "text":
-        yield {"role": role, "content": read(TextPart, block, path).text}
-    elif role == "user" and kind == "tool_result":
-        result = read(ToolResultBlock, block, path)
-        content = text_of(result.content, f"{path}.content", ("text",), "\n")
-        if result.is_error and not content.lower().startswith("error"):
-            content = f"Error: {content}"
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
-    elif role == "assistant" and kind == "tool_use":
-        use = read(ToolUseBlock, block, path)
-        yield calling(use.id, use.name, use.input or {})
-    elif role == "assistant" and kind in ("thinking", "redacted_thinking"):
-        if thought := read(ThinkingBlock, block, path).thinking:
-            yield {"role": role, "content": "", "reasoning_content": thought}
-    else:
-        raise invalid(f"{path}.type: {kind!r:.40} cannot be used here, only text and tools", f"{path}.type")
+    def _of_block(self, block: Any, path: str) -> Iterator[dict[str, Any]]:
+        kind = block.get("type") if isinstance(block, dict) else "text"
+        if kind == "text":
+            yield {"role": self.role, "content": read(TextPart, block, path).text}
+        elif self.role == "user" and kind == "tool_result":
+            result = read(ToolResultBlock, block, path)
+            content = text_of(result.content, f"{path}.content", ("text",), "\n")
+            if result.is_error and not content.lower().startswith("error"):
+                content = f"Error: {content}"
+            yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+        elif self.role == "assistant" and kind == "tool_use":
+            use = read(ToolUseBlock, block, path)
+            yield calling(use.id, use.name, use.input or {})
+        elif self.role == "assistant" and kind in ("thinking", "redacted_thinking"):
+            if thought := read(ThinkingBlock, block, path).thinking:
+                yield {"role": self.role, "content": "", "reasoning_content": thought}
+        else:
+            raise invalid(f"{path}.type: {kind!r:.40} cannot be used here, only text and tools", f"{path}.type")
 
 
 class AnthropicTool(Body):

@@ -104,7 +104,7 @@ def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]
         model: HostedModel | None = None
 
         def metrics() -> Metrics:
-            return host.metrics_of(model)
+            return (model or host.only or host).metrics
 
         async def prepared() -> Any:
             """What answers, once the model is loaded. Grammars are compiled here, templates rendered, texts cut into
@@ -147,7 +147,7 @@ def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]
             if asked.unloads and not model.fixed:
                 host.leave(model)
                 return JSONResponse(api.answer.unloaded(model.names[0]))  # type: ignore[attr-defined] # Ollama's
-            if asked.is_stream:  # which says that it lives while the model is loaded
+            if getattr(asked, "stream", False):  # which says that it lives while the model is loaded
                 return EventStream(events(), host.ending, api.wire, using.pop_all().aclose)
             with counted(metrics, api.name, started):
                 answering = await while_connected(http.receive, host.ending, prepared())

@@ -114,11 +114,6 @@ class ModelBody(Body):
         return False
 
     @property
-    def is_stream(self) -> bool:
-        """Whether the answer comes as events; an endpoint that only counts has no field ``stream``."""
-        return bool(getattr(self, "stream", False))
-
-    @property
     def tells_loading(self) -> bool:
         """Whether the events say how far the model is loaded."""
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import re
 import secrets
 import time
@@ -128,7 +127,7 @@ class ConversationStore:
             message = f"a conversation may take {self.limits.bytes_each / 1e6:.1f} MB, and this one takes more"
             raise ApiError(413, message, code="conversation_too_large")
         path = self._path(conversation["id"])
-        others = sum(_size(other) for other in self._files() if other != path)
+        others = sum(other.stat().st_size for other in self._files() if other != path)
         if others + len(encoded) > self.limits.bytes_together:
             raise _full(f"all conversations may take {self.limits.bytes_together / 1e6:.0f} MB together; delete some")
         with write_atomically(path, private=True) as file:
@@ -203,13 +202,6 @@ def _all_messages(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]
         yield message
         for version in message.get("versions", ()):
             yield from _all_messages(version)
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0  # deleted just now
 
 
 def _changed() -> ApiError:

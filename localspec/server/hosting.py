@@ -37,7 +37,7 @@ from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Turns
 from localspec.errors import Cancelled, LocalspecError, UnknownModel, line_of
 from localspec.llm import LLM
-from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile, model_bytes
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
@@ -117,11 +117,6 @@ def fills(path: Path) -> bool:
 def memory_of(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> Space:
     space = taken(loads, n_ctx, kv_type, backend)
     return Space(space.ram - PROGRAM_BYTES, space.gpu)
-
-
-def embedder_memory(sizes: Sizes, n_ctx: int) -> int:
-    """The same of a model that makes embeddings: a text is one pass, every token of which looks at all others."""
-    return sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,38 +261,39 @@ class Host:
     def refresh(self) -> None:
         """Add what was asked for, or all on the disk."""
         specs, catalog = self.opening.specs, Catalog.load()
-        for spec in [entry.name for entry in _in_order(known_entries())] if specs is None else specs:
+        if specs is None:  # a request that names no model goes to the first
+            usual = (catalog.default[0], catalog.fallback[0])
+            present = [entry.name for entry in known_entries() if entry.present]
+            specs = sorted(present, key=lambda name: usual.index(name) if name in usual else len(usual))
+        for spec in specs:
             try:
                 self.add(spec)
             except LocalspecError as error:
-                if specs is not None:
+                if self.opening.specs is not None:
                     raise
                 if not any(spec in entry.heads for entry in catalog.values()):
                     self.opening.warn(f"not served: {error}")
 
-    def add(self, spec: str) -> HostedModel:
+    def add(self, spec: str) -> None:
         """A model on the disk; a ``LocalspecError`` if it is none that answers."""
-        model = next((each for each in self.models if each.file.spec == spec), None)
-        if model is None:
-            model = self._hosted(ServedFile.read(spec))
-            self.models.append(model)
-        return model
-
-    def _hosted(self, file: ServedFile) -> HostedModel:
+        if any(each.file.spec == spec for each in self.models):
+            return
+        file = ServedFile.read(spec)
         taken = {name for model in self.models for name in model.names}
         own = file.name
         if own in taken:
             own = next(name for n in count(2) if (name := f"{file.name}-{n}") not in taken)
         aliases = self.settings.aliases if not self.models else ()
         names = [own, *(name for name in (*file.names, *aliases) if name not in taken)]
-        return HostedModel(file, self._plan(file), tuple(dict.fromkeys(names)), keep=self.keep_alive)
+        self.models.append(HostedModel(file, self._plan(file), tuple(dict.fromkeys(names)), keep=self.keep_alive))
 
     def _plan(self, file: ServedFile) -> LoadPlan:
         """As it was asked for; where that is more than all models may take, one answer at a time, then no draft."""
         opening, load, trained = self.opening, self.opening.load, file.n_ctx_train or USUAL_CTX
         if file.embeds:
-            n_ctx = min(load.n_ctx or MAX_CTX, trained)
-            n_bytes = embedder_memory(file.sizes, n_ctx)
+            n_ctx, sizes = min(load.n_ctx or MAX_CTX, trained), file.sizes
+            # A text is one pass, every token of which looks at all others.
+            n_bytes = sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
             ram, gpu = (0, n_bytes) if self.gpu_memory else (n_bytes, 0)
             return LoadPlan(replace(load, n_ctx=n_ctx), needed=ram, on_gpu=gpu)
         backend = "ik-llama" if load.backend == "auto" else load.backend  # whose buffers are the larger ones
@@ -346,11 +342,6 @@ class Host:
     def fits(self, model: HostedModel) -> bool:
         """Whether a model can be loaded, if no other is."""
         return model.fixed or self._may_be(model.plan)
-
-    def metrics_of(self, model: HostedModel | None) -> Metrics:
-        """Where a request is counted that names a model, or none."""
-        model = model or self.only
-        return self.metrics if model is None else model.metrics
 
     async def find(self, name: str | None, use: Use, *, any_name: bool = False) -> HostedModel:
         """The model that a request names, or the first that can do what it asks for; ``any_name``: a name that is not
@@ -670,14 +661,6 @@ class Host:
             if model.service is not None and not model.fixed:
                 model.service.close()
                 model.service = None
-
-
-def _in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Those on the disk, the catalogue's default first: a request that names no model goes to it."""
-    present = [entry for entry in entries if entry.present]
-    catalog = Catalog.load()
-    usual = (catalog.default[0], catalog.fallback[0])
-    return sorted(present, key=lambda entry: usual.index(entry.name) if entry.name in usual else len(usual))
 
 
 def _check_use(model: HostedModel | None, use: Use) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from localspec.prompts.infill import FILL_TOKENS
@@ -128,17 +128,12 @@ HEAD_CHARACTERS = 200  # of a window's beginning, looked for in the one before: 
 MOST_WINDOWS = 2  # a prompt grows to so many windows; then it begins anew with the one that was sent
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    task: asyncio.Task[Any]
-    superseded: bool = False
-
-
 class Slots:
     """Which request has which slot. Used from the event loop only."""
 
     def __init__(self) -> None:
-        self._turns: dict[int, _Turn] = {}
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._superseded = set[asyncio.Task[Any]]()
 
     @contextmanager
     def newest(self, slot: int | None) -> Iterator[None]:
@@ -149,20 +144,21 @@ class Slots:
             return
         task = asyncio.current_task()
         assert task is not None
-        if older := self._turns.get(slot):
-            older.superseded = True
-            older.task.cancel()
-        turn = self._turns[slot] = _Turn(task)
+        if older := self._tasks.get(slot):
+            self._superseded.add(older)
+            older.cancel()
+        self._tasks[slot] = task
         try:
             yield
         except asyncio.CancelledError:
             # As asyncio.timeout does it: only if the task was cancelled here alone.
-            if turn.superseded and task.uncancel() == 0:
+            if task in self._superseded and task.uncancel() == 0:
                 raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
             raise
         finally:
-            if self._turns.get(slot) is turn:  # a newer request may have had it, and be gone already
-                del self._turns[slot]
+            self._superseded.discard(task)
+            if self._tasks.get(slot) is task:  # a newer request may have had it, and be gone already
+                del self._tasks[slot]
 
 
 class Windows:

@@ -144,10 +144,12 @@ class ModelEndpoints:
             found["memory"] = {"limit": host.memory, "taken": host.memory - host.room}
             found["gpu_memory"] = {"limit": host.gpu_memory, "taken": host.gpu_memory - host.gpu_room}
             found["fetches"], room = client.reads_texts, host.memory + host.gpu_memory
+            catalog = Catalog.load() if client.reads_texts else {}
+            heads = {name for entry in catalog.values() for name in entry.heads}  # which come with their models
             found["catalog"] = [
                 {"name": entry.name, "size": entry.bytes, "fits": ROOM * entry.bytes <= room, "note": entry.note}
-                for entry in _fetchable()
-                if client.reads_texts
+                for entry in catalog.values()
+                if not entry.present and entry.name not in heads
             ]
         return JSONResponse(found)
 
@@ -163,7 +165,9 @@ class ModelEndpoints:
     async def stats(self, request: Request) -> Response:
         """Figures of the model that ``?model=`` names, by default of the first that is loaded."""
         client, host = client_of(request), self.host
-        model = self.host.known(name) if (name := request.query_params.get("model")) else _usual(host)
+        texts = [model for model in host.models if not model.file.embeds]
+        usual = next((model for model in texts if model.state == "loaded"), texts[0] if texts else None)
+        model = host.known(name) if (name := request.query_params.get("model")) else usual
         if model is None:
             return JSONResponse({"model": None, "version": __version__, "loaded": False})
         stats: dict[str, Any] = {"model": model.names[0], "version": __version__}
@@ -250,12 +254,6 @@ def _gauges(model: HostedModel) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"localspec_model_{stem}", about, value=float(value))
 
 
-def _usual(host: Host) -> HostedModel | None:
-    """The model whose figures are shown where none is named."""
-    known = [model for model in host.models if not model.file.embeds]
-    return next((model for model in known if model.state == "loaded"), known[0] if known else None)
-
-
 def _about(model: HostedModel, client: Client) -> dict[str, Any]:
     """Context, engine and drafters of a model, or the numbers of an embedding, as far as they are known."""
     service = model.service
@@ -266,13 +264,6 @@ def _about(model: HostedModel, client: Client) -> dict[str, Any]:
         return {"context": model.plan.load.n_ctx}
     drafters = list(service.seen_by(client).drafters)
     return {"context": service.llm.n_ctx, "backend": service.llm.backend_name, "draft": drafters}
-
-
-def _fetchable() -> list[Entry]:
-    """Models of the catalogue that are not on the disk; heads come with their models."""
-    catalog = Catalog.load()
-    heads = {name for entry in catalog.values() for name in entry.heads}
-    return [entry for entry in catalog.values() if not entry.present and entry.name not in heads]
 
 
 # What Ollama's clients ask about models, and have done with them.
