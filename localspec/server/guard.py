@@ -41,13 +41,12 @@ _PROXIED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-i
 """Headers of a proxy: it may bring requests from another computer to a server that listens on this one alone."""
 
 
-def application(settings: ServerSettings, addresses: Sequence[Address], page: Path | None = None) -> Starlette:
+def application(settings: ServerSettings, addresses: Sequence[Address], page: Path) -> Starlette:
     """The application that answers at these addresses, and sends the files of a folder under ``/page``."""
     routes: list[BaseRoute] = [Route(each.path, each.endpoint, methods=each.methods) for each in addresses]
     kinds = [(compile_path(each.path)[0], each.kinds) for each in addresses]
-    if page is not None:
-        routes.append(Mount("/page", StaticFiles(directory=page, check_dir=False)))
-        kinds.append((compile_path("/page/{path:path}")[0], ALL))
+    routes.append(Mount("/page", StaticFiles(directory=page, check_dir=False)))
+    kinds.append((compile_path("/page/{path:path}")[0], ALL))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, settings=settings, kinds=kinds)],

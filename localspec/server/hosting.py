@@ -102,10 +102,6 @@ class ServedFile:
             sizes, trained = Sizes.of(file), file.n_ctx_train
         return cls(public_name(name), spec, path, model_bytes(path), sizes, trained, embeds)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.name, self.spec, self.path.name.removesuffix(".gguf"))))
-
 
 @lru_cache(256)
 def fills(path: Path) -> bool:
@@ -284,7 +280,8 @@ class Host:
         if own in taken:
             own = next(name for n in count(2) if (name := f"{file.name}-{n}") not in taken)
         aliases = self.settings.aliases if not self.models else ()
-        names = [own, *(name for name in (*file.names, *aliases) if name not in taken)]
+        others = (file.name, file.spec, file.path.name.removesuffix(".gguf"), *aliases)
+        names = [own, *(name for name in others if name not in taken)]
         self.models.append(HostedModel(file, self._plan(file), tuple(dict.fromkeys(names)), keep=self.keep_alive))
 
     def _plan(self, file: ServedFile) -> LoadPlan:
@@ -300,7 +297,6 @@ class Host:
         cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
         draft = Catalog.load().draft_for(file.path) if opening.drafts else None
         draft_sizes = read_sizes(draft) if draft is not None else None
-        plans = []
         for drafts, several in ((True, True), (True, False), (False, False)):
             models = [Load(draft_sizes)] if draft_sizes is not None and drafts else []
             loads = loads_for(Load(file.sizes), models, [], SEVERAL if load.parallel != 1 and several else 1)
@@ -318,8 +314,10 @@ class Host:
                 prefix_cache_bytes=cache_bytes,
                 parallel=load.parallel if several else 1,
             )
-            plans.append(LoadPlan(how, drafts, cache_bytes + takes.ram, takes.gpu or 0))
-        return next((plan for plan in plans if self._may_be(plan)), plans[-1])
+            plan = LoadPlan(how, drafts, cache_bytes + takes.ram, takes.gpu or 0)
+            if self._may_be(plan):
+                break
+        return plan
 
     def _on_gpus(self, loads: Sequence[Load], n_ctx: int, backend: str) -> tuple[int | None, list[Load]]:
         """The layers of a target (the first) that go to GPUs with memory of their own, and what then lies where: all

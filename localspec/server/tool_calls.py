@@ -487,16 +487,14 @@ class ArgumentType:
     def literal(self, word: str) -> str:
         """A value without quotes, as JSON: what it is, except where the schema asks for a string in its place."""
         found = dict(readings(word))
-        if not found:
-            return self.typed(word)
         fits = any(
             _among(value, values)
             for kinds, values in self._alternatives
             for kind, value in found.items()
             if kinds is None or kind in kinds
         )
-        asked = not fits and "null" not in found and self.takes_strings
-        return _quoted(word) if asked else next(iter(found.values()))
+        stays = fits or "null" in found or not self.takes_strings
+        return next(iter(found.values())) if found and stays else self.typed(word)
 
     @cached_property
     def _alternatives(self) -> list[Alternative]:
