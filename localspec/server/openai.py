@@ -212,9 +212,8 @@ class CompletionBody(OpenAIBody):
         """A text, several, token ids, or several lists of them."""
         prompt = self.prompt
         several = prompt if isinstance(prompt, list) and not are_tokens(prompt, n_vocab) else [prompt]
-        if all(isinstance(each, str) for each in several) or all(
-            each and are_tokens(each, n_vocab) for each in several
-        ):
+        are_texts = all(isinstance(each, str) for each in several)
+        if are_texts or all(each and are_tokens(each, n_vocab) for each in several):
             return list(several)
         raise wrong("prompt", f"a string, strings, or token ids under {n_vocab}", prompt)
 

@@ -26,7 +26,6 @@ from localspec.errors import PromptTooLong, UsageError
 from localspec.llm import LLM
 from localspec.prompts.infill import FillPrompt
 from localspec.sampling.constraint import constraint_for
-from localspec.sampling.sampling import SamplingParams
 from localspec.server.access import Client
 from localspec.server.http import ServerSettings, as_api_error, invalid
 from localspec.server.requests import ChatRequest, CompletionRequest, ServedModel
@@ -256,44 +255,35 @@ class Service:
             UsageError, TemplateError: the messages or texts fit neither template nor context, or the model has no
                 tokens to fill in between two texts.
         """
+        llm, found, use, opening = self.llm, list[ChoiceJob](), ToolUse(), ""
         limits: dict[str, Any] = {"deadline": self.settings.time_limit, "conversation": object()}
+        prompts: list[tuple[list[int], dict[str, Any]]]
         if isinstance(asked, ChatRequest):
             asked = self.formed(asked)
-            tokens, use = self.chat_prompt(asked, self.llm.n_ctx), asked.tools
-            if not use.required and asked.params.constrained and asked.params.grammar is None:
-                use = ToolUse()  # a schema says what the answer is, and it is not a tool's
-            return self._choices(tokens, asked.params, limits | asked.options, n, use, asked.opening)
-        found = []
-        for prompt in asked.prompts:
-            tokens, options = self._text_prompt(prompt, asked)
-            found += self._choices(tokens, asked.params, limits | options | asked.options, n)
-        return found
-
-    def _choices(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        options: dict[str, Any],
-        n: int,
-        use: ToolUse | None = None,
-        opening: str = "",
-    ) -> list[ChoiceJob]:
-        llm = self.llm
+            prompts, opening = [(self.chat_prompt(asked, llm.n_ctx), {})], asked.opening
+            # A schema says what the answer is, and it is not a tool's.
+            if asked.tools.required or not asked.params.constrained or asked.params.grammar is not None:
+                use = asked.tools
+        else:
+            prompts = [self._text_prompt(prompt, asked) for prompt in asked.prompts]
+        params = asked.params
         constraint_for(params, llm.vocab)  # compiled here, and not while the engine waits
-        if not tokens:
-            raise UsageError("the prompt is empty: there is nothing to continue")
-        if len(tokens) >= llm.n_ctx:
-            raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and the context holds {llm.n_ctx}, answer included; "
-                "shorten it, or start the server with a larger --ctx"
-            )
-        if text := options.get("prediction"):  # no answer is longer than the context
-            options |= {"prediction": llm.tokenize(text[: llm.n_ctx * llm.vocab.longest])[: llm.n_ctx]}
-        found = []
-        for i in range(n):
-            own = params if i == 0 or params.seed is None else replace(params, seed=(params.seed + i) % (1 << 63))
-            reader = DeltaReader(use or ToolUse(), opening, wants_tokens="logprobs" in options)
-            found.append(ChoiceJob(llm.job(tokens, own, **options), tokens, reader))
+        for tokens, own in prompts:
+            if not tokens:
+                raise UsageError("the prompt is empty: there is nothing to continue")
+            if len(tokens) >= llm.n_ctx:
+                raise PromptTooLong(
+                    f"the prompt has {len(tokens)} tokens and the context holds {llm.n_ctx}, answer included; "
+                    "shorten it, or start the server with a larger --ctx"
+                )
+            options = limits | own | asked.options
+            if text := options.get("prediction"):  # no answer is longer than the context
+                options["prediction"] = llm.tokenize(text[: llm.n_ctx * llm.vocab.longest])[: llm.n_ctx]
+            for i in range(n):
+                another = i > 0 and params.seed is not None
+                chosen = replace(params, seed=((params.seed or 0) + i) % (1 << 63)) if another else params
+                reader = DeltaReader(use, opening, wants_tokens="logprobs" in options)
+                found.append(ChoiceJob(llm.job(tokens, chosen, **options), tokens, reader))
         return found
 
     def _text_prompt(

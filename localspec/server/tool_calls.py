@@ -659,13 +659,18 @@ class ToolCallReader:
     # -- text and calls in turns ---------------------------------------------------------------------------------------
 
     def _read(self) -> Reading:
+        source = self._source
         self._record()
         yield from self._try(self._answer_begins())
         while self._parallel or not self.n_done:
-            opener = yield from self._next_mark()
-            if not opener:
+            text, match = source.search(_OPENER, _OPENERS)
+            self._say(text)
+            if match:
+                self._record()
+                yield from self._try(self._marked(match[0]))
+            elif not (yield from source.more()):
+                self._say(source.take(source.n_left))
                 break
-            yield from self._try(self._marked(opener))
         if not self.n_calls:
             self._pieces += map(TextPiece, self._space)
 
@@ -693,18 +698,6 @@ class ToolCallReader:
             self._said, self._space = True, []
         if len(body) < len(text):
             self._space.append(text[len(body) :])
-
-    def _next_mark(self) -> Generator[None, None, str]:
-        """Text up to a mark; "" at the end."""
-        while True:
-            text, match = self._source.search(_OPENER, _OPENERS)
-            self._say(text)
-            if match:
-                self._record()
-                return match[0]
-            if not (yield from self._source.more()):
-                self._say(self._source.take(self._source.n_left))
-                return ""
 
     def _answer_begins(self) -> Reading:
         """Calls without a mark, or a code block of nothing but calls."""
