@@ -21,11 +21,10 @@ from localspec.llm import LLM
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
-from localspec.server.access import copies_texts
 from localspec.server.app import Runner, listen, url_of
 from localspec.server.hosting import Host, LoadPlan, Opening, ServedFile
 from localspec.server.http import KEEP_ALIVE_S, KeepAlive, ServerSettings, read_keep_alive
-from localspec.spec_decode.drafters.names import AUTOMATIC
+from localspec.spec_decode.drafters.names import AUTOMATIC, is_corpus
 
 INTERRUPTED = 130
 
@@ -146,7 +145,7 @@ def _chats(options: RunOptions, settings: ServerSettings, stack: ExitStack) -> H
     llm = stack.enter_context(options.opened(tell=True))
     llm.prefix_cache_bytes = settings.prefix_cache << 20
     say(f"{llm.model_name} · {llm.backend_name} · draft: {' + '.join(llm.draft_names) or 'none'}")
-    if not settings.local and (private := [name for name in llm.draft_names if copies_texts(name)]):
+    if not settings.local and (private := [name for name in llm.draft_names if is_corpus(name)]):
         why = "their texts are for this computer alone, and others reach this server"
         say(f"not used for requests: {', '.join(private)}: {why}")
     if settings.parallel != 1:

@@ -19,8 +19,7 @@ from starlette.responses import Response
 from localspec.engine.request import Reply
 from localspec.spec_decode.drafters.names import CHATS, CORPUS, is_corpus, source_of
 
-SCOPE_KEY = "localspec.client"
-"""Where the guard leaves the client in a request's scope."""
+SCOPE_KEY = "localspec.client"  # where the guard leaves the client in a request's scope
 
 
 class Kind(Enum):
@@ -64,9 +63,8 @@ class Client:
 
     def drafters(self, loaded: Sequence[str]) -> dict[str, str]:
         """The drafters that may draft for it: public name -> loaded name."""
-        return {
-            public: name for public, name in public_names(loaded).items() if self.reads_texts or not copies_texts(name)
-        }
+        names = public_names(loaded)
+        return {public: name for public, name in names.items() if self.reads_texts or not is_corpus(name)}
 
     def shown(self, reply: Reply, drafters: Mapping[str, str]) -> Reply:
         """A reply without what the client may not see; ``drafters`` as ``drafters()`` returns them."""
@@ -82,24 +80,12 @@ READS_TEXTS = frozenset(kind for kind in Kind if Client(kind).reads_texts)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What answers at an address, and whom.
+    """What answers at an address, and whom."""
 
-    Attributes:
-        path: as Starlette's routes have it.
-        endpoint: an async function of the request.
-        kinds: the kinds of client that are answered.
-        methods: of HTTP.
-    """
-
-    path: str
+    path: str  # as Starlette's routes have it
     endpoint: Callable[[Request], Awaitable[Response]]
-    kinds: Collection[Kind] = ADMITTED
+    kinds: Collection[Kind] = ADMITTED  # of client, that are answered
     methods: tuple[str, ...] = ("GET",)
-
-
-def copies_texts(name: str) -> bool:
-    """Whether a drafter copies texts that only this computer may read: files and chats."""
-    return is_corpus(name)
 
 
 def client_of(http: HTTPConnection) -> Client:

@@ -7,7 +7,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,23 +27,18 @@ class ApiAnswer(ABC):
         service: what answers.
         choices: the answers to make, one after the other; none where nothing is to be said.
 
-    Attributes:
-        replies: of the choices that are done.
-        seconds_loading: for which the request waited until its model was loaded.
-        holding: what is entered once the queue has taken all choices, and left when they are answered.
-
     Raises:
         LocalspecError: the request does not fit the template, the context or the model.
     """
 
-    seconds_loading = 0.0
-    holding: AbstractContextManager[None] | None = None
+    seconds_loading = 0.0  # for which the request waited until its model was loaded
+    holding: AbstractContextManager[None] = nullcontext()  # entered once the queue has taken all choices, until the end
 
     def __init__(self, service: Service, choices: Sequence[ChoiceJob]) -> None:
         self.service = service
         self.choices = choices
         self.created = time.time()
-        self.replies: list[Reply] = []
+        self.replies: list[Reply] = []  # of the choices that are done
 
     def begin(self) -> Iterable[bytes]:
         """The events in front of all others."""
@@ -95,12 +90,7 @@ class ApiAnswer(ABC):
             yield event
 
     async def _steps(self) -> AsyncGenerator[Iterable[bytes], None]:
-        """The events of every step of the engine; what they tell is taken in as they are read.
-
-        Raises:
-            ApiError: the queue is full, or the wait was too long.
-            LocalspecError: the engine failed.
-        """
+        """The events of every step of the engine; what they tell is taken in as they are read."""
         service = self.service
         async with AsyncExitStack() as stack:
             try:
@@ -108,8 +98,7 @@ class ApiAnswer(ABC):
             except QueueFull as error:
                 wait = service.metrics.mean_request_seconds * (service.llm.queue_length + 1)
                 raise too_busy(str(error), wait) from None
-            if self.holding is not None:
-                stack.enter_context(self.holding)
+            stack.enter_context(self.holding)
             for index, (choice, stream) in enumerate(zip(self.choices, streams, strict=True)):
                 reader, cut = choice.reader, False
                 async for step in stream.steps():
@@ -170,17 +159,12 @@ class AnswerBlock:
 
 
 class BlockAnswer(ApiAnswer):
-    """One choice, in blocks. White space between thoughts and calls is no text.
-
-    Attributes:
-        blocks: so far.
-        finish_reason: as OpenAI's chat has it; None before the end.
-    """
+    """One choice, in blocks. White space between thoughts and calls is no text."""
 
     def __init__(self, service: Service, choices: Sequence[ChoiceJob]) -> None:
         super().__init__(service, choices)
         self.blocks: list[AnswerBlock] = []
-        self.finish_reason: str | None = None
+        self.finish_reason: str | None = None  # as OpenAI's chat has it; None before the end
         self._open: AnswerBlock | None = None
         self._space = ""  # in front of a text that may not come
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from localspec.prompts.folding import merged
 from localspec.server.answers import AnswerBlock, BlockAnswer, identifier
-from localspec.server.bodies import (
-    MAX_COUNT,
-    Body,
-    Flag,
-    items,
-    read,
-    text_or_items,
-    whole,
-)
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, read, text_or_items, whole
 from localspec.server.events import Wire, event
 from localspec.server.http import invalid
 from localspec.server.requests import (
@@ -26,6 +18,7 @@ from localspec.server.requests import (
     MAX_TOOLS,
     ApiBody,
     ChatRequest,
+    JsonSchema,
     ServedModel,
     Shared,
     Stops,
@@ -70,11 +63,7 @@ class ToolResultBlock(Body):
 
 class ThinkingBlock(Body):
     type: str
-    thinking: str
-
-
-class RedactedThinkingBlock(Body):
-    type: str
+    thinking: str = ""  # nobody but who encrypted it reads what is redacted
 
 
 class AnthropicMessage(Body):
@@ -87,28 +76,26 @@ class AnthropicMessage(Body):
             yield {"role": self.role, "content": self.content}
             return
         for i, block in enumerate(self.content):
-            yield from _of_block(self.role, block, f"{path}.content[{i}]")
+            yield from self._of_block(block, f"{path}.content[{i}]")
 
-
-def _of_block(role: str, block: Any, path: str) -> Iterator[dict[str, Any]]:
-    kind = block.get("type") if isinstance(block, dict) else "text"
-    if kind == "text":
-        yield {"role": role, "content": read(TextPart, block, path).text}
-    elif role == "user" and kind == "tool_result":
-        result = read(ToolResultBlock, block, path)
-        content = text_of(result.content, f"{path}.content", ("text",), "\n")
-        if result.is_error and not content.lower().startswith("error"):
-            content = f"Error: {content}"
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
-    elif role == "assistant" and kind == "tool_use":
-        use = read(ToolUseBlock, block, path)
-        yield calling(use.id, use.name, use.input or {})
-    elif role == "assistant" and kind == "thinking":
-        yield {"role": role, "content": "", "reasoning_content": read(ThinkingBlock, block, path).thinking}
-    elif role == "assistant" and kind == "redacted_thinking":
-        read(RedactedThinkingBlock, block, path)
-    else:
-        raise invalid(f"{path}.type: {kind!r:.40} cannot be used here, only text and tools", f"{path}.type")
+    def _of_block(self, block: Any, path: str) -> Iterator[dict[str, Any]]:
+        kind = block.get("type") if isinstance(block, dict) else "text"
+        if kind == "text":
+            yield {"role": self.role, "content": read(TextPart, block, path).text}
+        elif self.role == "user" and kind == "tool_result":
+            result = read(ToolResultBlock, block, path)
+            content = text_of(result.content, f"{path}.content", ("text",), "\n")
+            if result.is_error and not content.lower().startswith("error"):
+                content = f"Error: {content}"
+            yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
+        elif self.role == "assistant" and kind == "tool_use":
+            use = read(ToolUseBlock, block, path)
+            yield calling(use.id, use.name, use.input or {})
+        elif self.role == "assistant" and kind in ("thinking", "redacted_thinking"):
+            if thought := read(ThinkingBlock, block, path).thinking:
+                yield {"role": self.role, "content": "", "reasoning_content": thought}
+        else:
+            raise invalid(f"{path}.type: {kind!r:.40} cannot be used here, only text and tools", f"{path}.type")
 
 
 class AnthropicTool(Body):
@@ -137,10 +124,8 @@ class AnthropicToolChoice(Body):
     disable_parallel_tool_use: Flag = False
 
 
-class OutputFormat(Body):
+class OutputFormat(JsonSchema):
     type: Literal["json_schema"] = "json_schema"
-    schema_: Any = Field(None, alias="schema")
-    name: Any = None
 
 
 class OutputConfig(Body):

@@ -53,25 +53,16 @@ PAGE = Path(__file__).parent / "page"
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """An address at which a model answers.
-
-    Attributes:
-        path: of the address.
-        name: in the metrics.
-        body: what is asked.
-        answer: what answers a service and a body: ``whole()``, and ``events()`` where the body asks for them.
-        wire: how events are sent.
-        use: what it has a model do.
-        any_name: whether a model's name that is not known stands for none: llama.vscode calls every model GPT-4, and
-            llama-server heeds no name; the answer says whose it is.
-    """
+    """An address at which a model answers."""
 
     path: str
-    name: str
+    name: str  # in the metrics
     body: type[ModelBody]
-    answer: Callable[[Any, Any], Any]
+    answer: Callable[[Any, Any], Any]  # of a service and a body: has ``whole()``, and ``events()`` where that is asked
     wire: Wire = OPENAI
     use: Use = "text"
+    # A model's name that is not known stands for none: llama.vscode calls every model GPT-4, and llama-server heeds no
+    # name; the answer says whose it is.
     any_name: bool = False
 
 
@@ -98,14 +89,13 @@ def addresses(host: Host) -> list[Address]:
         *models.addresses(),
         *ollama_models.addresses(),
         *conversations.addresses(),
-        Address("/v1/localspec/text", TextOfFiles(host.bodies).text, methods=("POST",)),
+        Address("/v1/localspec/text", _text_of_files(host.bodies), methods=("POST",)),
         Address("/health", partial(_health, host), ALL),
         Address("/", _page, ALL),  # which asks for the key
     ]
 
 
-LOADING_SECONDS = 0.25
-"""Between two looks at how far a model is loaded, for streams that tell it."""
+LOADING_SECONDS = 0.25  # between two looks at how far a model is loaded, for streams that tell it
 
 
 def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]:
@@ -114,7 +104,7 @@ def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]
         model: HostedModel | None = None
 
         def metrics() -> Metrics:
-            return host.metrics_of(model)
+            return (model or host.only or host).metrics
 
         async def prepared() -> Any:
             """What answers, once the model is loaded. Grammars are compiled here, templates rendered, texts cut into
@@ -157,7 +147,7 @@ def _answering(host: Host, api: Api) -> Callable[[Request], Awaitable[Response]]
             if asked.unloads and not model.fixed:
                 host.leave(model)
                 return JSONResponse(api.answer.unloaded(model.names[0]))  # type: ignore[attr-defined] # Ollama's
-            if asked.is_stream:  # which says that it lives while the model is loaded
+            if getattr(asked, "stream", False):  # which says that it lives while the model is loaded
                 return EventStream(events(), host.ending, api.wire, using.pop_all().aclose)
             with counted(metrics, api.name, started):
                 answering = await while_connected(http.receive, host.ending, prepared())
@@ -204,19 +194,11 @@ class FileBody(Body):
     data: str
 
 
-class TextOfFiles:
-    """The text of PDF and Word documents, for the page. Processes read them, two at a time."""
+def _text_of_files(bodies: BodyReader) -> Callable[[Request], Awaitable[Response]]:
+    """The text of PDF and Word documents, for the page."""
+    readers = asyncio.Semaphore(2)  # processes read them, two at a time
 
-    def __init__(self, bodies: BodyReader) -> None:
-        self._bodies = bodies
-        self._readers = asyncio.Semaphore(2)
-
-    async def text(self, request: Request) -> Response:
-        async with self._bodies.json(request) as sent, self._readers:
-            text = await asyncio.to_thread(self._read, sent)
-        return JSONResponse({"text": text})
-
-    def _read(self, sent: Any) -> str:
+    def text(sent: Any) -> str:
         body = read(FileBody, sent)
         if not is_document(body.name):
             raise ApiError(400, "name must end in .pdf or .docx")
@@ -227,26 +209,25 @@ class TextOfFiles:
         except ValueError:
             raise ApiError(400, "data must be Base64") from None
 
+    async def endpoint(request: Request) -> Response:
+        async with bodies.json(request) as sent, readers:
+            return JSONResponse({"text": await asyncio.to_thread(text, sent)})
+
+    return endpoint
+
 
 async def _page(request: Request) -> Response:
     return FileResponse(PAGE / "index.html")
 
 
-HEAD_SECONDS = 15.0
-"""From a connection, or the end of an answer, to the end of the next request's head, at most."""
-
-STALL_SECONDS = 30.0
-"""For which a client may take nothing of what is sent, at most."""
-
-MAX_CONNECTIONS = 256
-"""A quarter of the 1,024 files that a process may commonly have open."""
+MAX_CONNECTIONS = 256  # a quarter of the 1,024 files that a process may commonly have open
 
 
 class ServerProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, less patient with clients that are slow to ask, slow to read, or too many."""
 
-    head_seconds = HEAD_SECONDS
-    stall_seconds = STALL_SECONDS
+    head_seconds = 15.0  # from a connection, or the end of an answer, to the end of the next request's head, at most
+    stall_seconds = 30.0  # for which a client may take nothing of what is sent, at most
     max_connections = MAX_CONNECTIONS
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -313,17 +294,12 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 BACKLOG = 256
-GRACE_SECONDS = 5
-"""How long clients have, once the server ends, to take what is left for them."""
+GRACE_SECONDS = 5  # how long clients have, once the server ends, to take what is left for them
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens: from here on the port is ours, and clients wait until they are answered.
-
-    Raises:
-        UsageError: no such address.
-        LocalspecError: the port is in use, or not to be had.
-    """
+    """A socket that listens: from here on the port is ours, and clients wait until they are answered. A
+    ``LocalspecError``: there is no such address, or the port is in use or not to be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError, OverflowError):
@@ -331,13 +307,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
+        message = f"cannot listen on port {port} of {host}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            raise LocalspecError(
-                f"port {port} of {host} is in use: stop what uses it, or take another with --port (0 finds one)"
-            ) from None
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EACCES):
-            raise LocalspecError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
-        raise
+            message = f"port {port} of {host} is in use: stop what uses it, or take another with --port (0 finds one)"
+        raise LocalspecError(message) from None
 
 
 def url_of(sock: socket.socket) -> str:
@@ -361,9 +334,6 @@ class Runner(uvicorn.Server):
         host: what is served.
         verbose: log every request to standard error.
         on_start: called once clients are answered, and signals heeded.
-
-    Attributes:
-        signal: the signal that ended it, or None.
     """
 
     def __init__(self, host: Host, *, verbose: bool = False, on_start: Callable[[], None] | None = None) -> None:
@@ -371,7 +341,7 @@ class Runner(uvicorn.Server):
             _log_requests()
         self.host = host
         self._on_start = on_start
-        self.signal: int | None = None
+        self.signal: int | None = None  # that ended it
         super().__init__(
             uvicorn.Config(
                 application(host.settings, addresses(host), PAGE),
@@ -411,7 +381,7 @@ class Runner(uvicorn.Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.host.ending.set()
+        self.host.end()
         await super().shutdown(sockets)
 
     @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,19 +23,12 @@ UNREAD: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_na
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The fields of one kind of object; docs/server.md lists those that are ignored.
+    """The fields of one kind of object; docs/server.md lists those that are ignored."""
 
-    Attributes:
-        honoured: those that are read.
-        ignored: those that change nothing here -> why.
-        refused: those that cannot be had -> why; null, false, "", [] and ``off`` ask for nothing and pass.
-        off: values of refused fields that ask for nothing.
-    """
-
-    honoured: frozenset[str] = frozenset()
-    ignored: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    off: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    honoured: frozenset[str] = frozenset()  # those that are read
+    ignored: Mapping[str, str] = field(default_factory=dict)  # those that change nothing here -> why
+    refused: Mapping[str, str] = field(default_factory=dict)  # those that cannot be had -> why
+    off: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # values of refused ones that ask for nothing
 
     @property
     def names(self) -> list[str]:
@@ -73,17 +65,15 @@ class Body(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         tables = [UNREAD.get(each.__name__, {}) for each in reversed(cls.__mro__)]
-
-        def by_name(kind: str, *but: Any) -> dict[str, str]:
-            pairs = [
-                (name, why) for each in tables for why, names in each.get(kind, {}).items() for name in names.split()
-            ]
-            return {name: why for name, why in pairs if not any(name in each for each in but)}
-
         honoured = frozenset(field.alias or name for name, field in cls.model_fields.items())
-        ignored = by_name("ignored", honoured)
+        ignored, refused = (
+            {name: why for each in tables for why, names in each.get(kind, {}).items() for name in names.split()}
+            for kind in ("ignored", "refused")
+        )
+        ignored = {name: why for name, why in ignored.items() if name not in honoured}
+        refused = {name: why for name, why in refused.items() if name not in honoured and name not in ignored}
         off = {name: values for each in tables for name, values in each.get("off", {}).items()}
-        cls.KNOWN = Known(honoured, ignored, by_name("refused", honoured, ignored), off)
+        cls.KNOWN = Known(honoured, ignored, refused, off)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -124,11 +114,6 @@ class ModelBody(Body):
         return False
 
     @property
-    def is_stream(self) -> bool:
-        """Whether the answer comes as events; an endpoint that only counts has no field ``stream``."""
-        return bool(getattr(self, "stream", False))
-
-    @property
     def tells_loading(self) -> bool:
         """Whether the events say how far the model is loaded."""
         return False
@@ -138,11 +123,8 @@ Kind = TypeVar("Kind", bound=Body)
 
 
 def read(kind: type[Kind], value: Any, path: str = "") -> Kind:
-    """A JSON value as an object of this kind; ``path``: where it stands in the request.
-
-    Raises:
-        ApiError: it is none; the message is one line that names the first field that is wrong.
-    """
+    """A JSON value as an object of this kind; ``path``: where it stands in the request. An ``ApiError`` if it is none:
+    one line that names the first field that is wrong."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -168,13 +150,13 @@ def _refusal(error: ErrorDetails, path: str) -> ApiError:
     for step in error["loc"]:
         path += f"[{step}]" if isinstance(step, int) else f".{step}"
     path = path.removeprefix(".")
+    inner = f"{path}." if path else ""
     if kind == "unknown_parameter":
-        inner = f"{path}." if path else ""
         near = f"; did you mean {inner}{context['near']}?" if context["near"] else ""
         path = inner + context["name"]
         return invalid(f"{path} is no field that is known here{near}", path, kind)
     if kind == "unsupported_parameter":
-        path = f"{path}.{context['name']}".removeprefix(".")
+        path = inner + context["name"]
         return invalid(f"{path} {context['why']}", path, kind)
     if kind == "missing":
         return invalid(f"{path} is missing", path, "missing_required_parameter")
@@ -193,10 +175,8 @@ def wrong(path: str, rule: str, value: Any) -> ApiError:
 
 def kind_of(value: Any) -> str:
     """What JSON calls it."""
-    if value is None:
-        return "null"
     names = {bool: "a boolean", str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+    return names.get(type(value), "null")
 
 
 # What fields may be; to stand in ``Annotated``. ``list`` takes ``items``, a flag is a ``Flag``.
@@ -225,19 +205,12 @@ def whole(low: int, high: int) -> BeforeValidator:
 
 
 def between(low: float, high: float) -> BeforeValidator:
-    def fits(value: Any) -> bool:
-        return _is_number(value) and low <= value <= high and math.isfinite(value)
-
-    return must_be(f"a number in {low:g}..{high:g}", fits, float)
+    return must_be(f"a number in {low:g}..{high:g}", lambda value: _is_number(value) and low <= value <= high, float)
 
 
 def text_or_items(most: int) -> BeforeValidator:
-    """A text, or a list of at most so many."""
-
-    def fits(value: Any) -> bool:
-        return isinstance(value, str) or (isinstance(value, list) and len(value) <= most)
-
-    return must_be(f"a text or a list of at most {most}", fits)
+    rule = f"a text or a list of at most {most}"
+    return must_be(rule, lambda value: isinstance(value, str) or (isinstance(value, list) and len(value) <= most))
 
 
 LISTED = must_be(
@@ -254,3 +227,12 @@ def items(most: int) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def are_tokens(value: Any, n_vocab: int | None = None) -> bool:
+    """Whether a value is a list of token ids; with the size of a vocabulary, of that."""
+
+    def is_token(each: Any) -> bool:
+        return isinstance(each, int) and not isinstance(each, bool) and (n_vocab is None or 0 <= each < n_vocab)
+
+    return isinstance(value, list) and all(map(is_token, value))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
-import os
 import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from localspec.engine.saved import CONVERSATIONS
+from localspec.errors import parse_json
 from localspec.server.access import READS_TEXTS, Address
 from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, whole
 from localspec.server.http import ApiError, BodyReader, invalid
@@ -34,11 +34,6 @@ Finish = Literal["stop", "length", "cancelled", "broken"]
 """How an answer ended: by itself, at its longest, stopped by a person, or broken off (as an unfinished one)."""
 _LOCK_SECONDS = 10.0  # a server that was stopped with Ctrl-Z holds its lock for ever
 _ID = re.compile(r"[0-9a-f]{16}")
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "title": str, "system": str, "settings": dict, "messages": list,
-    "revision": int, "created": (int, float), "updated": (int, float),
-}  # fmt: skip
-"""What a file has apart from its format and its id: it may have been edited by hand, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +61,16 @@ class ConversationStore:
     def __init__(self, folder: Path, limits: ConversationLimits | None = None) -> None:
         self.folder = folder
         self.limits = limits or ConversationLimits()
-        self._summaries: dict[str, tuple[tuple[int, int], dict[str, Any] | None]] = {}
 
     def list(self, query: str = "") -> list[dict[str, Any]]:
-        """``id``, ``title``, ``updated`` and number of ``messages`` of each, the latest first.
-
-        Args:
-            query: words that must all occur in it, in any case; empty lists all.
-        """
-        words = query.casefold().split()
-        found = []
+        """``id``, ``title``, ``updated`` and number of ``messages`` of each in which all words of the query occur, in
+        any case, the latest first."""
+        words, found = query.casefold().split(), []
         for path in self._files():
-            summary = self._summary(path)
-            if summary is not None and (not words or self._has(path, words)):
-                found.append(summary)
+            with suppress(OSError, ValueError):  # damaged
+                if not words or _has(_read(path), words):
+                    stat = path.stat()
+                    found.append(_summary(path, stat.st_mtime_ns, stat.st_size))
         return sorted(found, key=lambda summary: summary["updated"], reverse=True)
 
     def get(self, name: str) -> dict[str, Any]:
@@ -89,15 +80,11 @@ class ConversationStore:
             return _read(path)
         except FileNotFoundError:
             raise _missing() from None
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             raise ApiError(500, "the file of this conversation is damaged", code="conversation_damaged") from None
 
     def create(self, content: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
-        """Keep a new one.
-
-        Args:
-            content: what is kept.
-            name: its id, 16 hexadecimal digits, where the client chose it, so that it can ask again safely.
+        """Keep a new one; ``name``: its id, where the client chose it, so that it can ask again safely.
 
         Raises:
             ApiError: there is one of that id (409), a limit is reached (413, 507), or the disk refuses (507).
@@ -140,7 +127,7 @@ class ConversationStore:
             message = f"a conversation may take {self.limits.bytes_each / 1e6:.1f} MB, and this one takes more"
             raise ApiError(413, message, code="conversation_too_large")
         path = self._path(conversation["id"])
-        others = sum(_size(other) for other in self._files() if other != path)
+        others = sum(other.stat().st_size for other in self._files() if other != path)
         if others + len(encoded) > self.limits.bytes_together:
             raise _full(f"all conversations may take {self.limits.bytes_together / 1e6:.0f} MB together; delete some")
         with write_atomically(path, private=True) as file:
@@ -166,30 +153,20 @@ class ConversationStore:
             raise _missing()
         return self.folder / f"{name}.json"
 
-    def _summary(self, path: Path) -> dict[str, Any] | None:
-        """The list's entry of a file, read again when it has changed; None of a damaged one."""
-        try:
-            stat = path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size)
-            known = self._summaries.get(path.stem)
-            if known is None or known[0] != stamp:
-                whole = _read(path)
-                summary = {key: whole[key] for key in ("id", "title", "updated")} | {"messages": len(whole["messages"])}
-                known = self._summaries[path.stem] = (stamp, summary)
-            return known[1]
-        except (OSError, ValueError, RecursionError):
-            return None
 
-    def _has(self, path: Path, words: Sequence[str]) -> bool:
-        try:
-            whole = _read(path)
-        except (OSError, ValueError, RecursionError):
-            return False
-        messages = list(_all_messages(whole["messages"]))
-        texts = [whole["title"], *(message["content"] for message in messages)]
-        texts += [file["name"] for message in messages for file in message.get("files", ())]
-        text = "\n".join(texts).casefold()
-        return all(word in text for word in words)
+@lru_cache(4096)
+def _summary(path: Path, modified_ns: int, n_bytes: int) -> dict[str, Any]:
+    """The list's entry of a file, which is read again when it has changed."""
+    whole = _read(path)
+    return {key: whole[key] for key in ("id", "title", "updated")} | {"messages": len(whole["messages"])}
+
+
+def _has(conversation: Mapping[str, Any], words: Sequence[str]) -> bool:
+    messages = list(_all_messages(conversation["messages"]))
+    texts = [conversation["title"], *(message["content"] for message in messages)]
+    texts += [file["name"] for message in messages for file in message.get("files", ())]
+    text = "\n".join(texts).casefold()
+    return all(word in text for word in words)
 
 
 def as_markdown(conversation: Mapping[str, Any]) -> str:
@@ -208,33 +185,15 @@ def as_markdown(conversation: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file's conversation.
+    """A file's conversation, which may have been edited by hand, or damaged.
 
     Raises:
         OSError: it cannot be read; ValueError: it is none of ours, or of another version.
     """
-    whole = json.loads(path.read_bytes(), parse_float=_finite, parse_constant=lambda name: None)
-    if not isinstance(whole, dict) or whole.get("format") != FORMAT or whole.get("id") != path.stem:
-        raise ValueError("not a conversation")
-    if not _has_fields(whole, _FIELDS) or not all(map(_is_message, whole["messages"])):
-        raise ValueError("parts of the conversation are missing")
-    whole["settings"] = {name: value for name, value in whole["settings"].items() if value is not None}
+    whole: dict[str, Any] = parse_json(path.read_bytes())
+    if StoredConversation.model_validate(whole).id != path.stem:
+        raise ValueError("this is another conversation")
     return whole
-
-
-def _finite(text: str) -> float | None:
-    value = float(text)
-    return value if math.isfinite(value) else None  # no browser reads it otherwise
-
-
-def _is_message(message: Any) -> bool:
-    if not _has_fields(message, {"role": str, "content": str}):
-        return False
-    files, versions = message.get("files", []), message.get("versions", [])
-    if not isinstance(files, list) or not isinstance(versions, list) or not isinstance(message.get("version", 0), int):
-        return False
-    has_files = all(_has_fields(file, {"name": str, "text": str}) for file in files)
-    return has_files and all(isinstance(each, list) and each and all(map(_is_message, each)) for each in versions)
 
 
 def _all_messages(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -243,17 +202,6 @@ def _all_messages(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]
         yield message
         for version in message.get("versions", ()):
             yield from _all_messages(version)
-
-
-def _has_fields(value: Any, fields: Mapping[str, type | tuple[type, ...]]) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in fields.items())
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0  # deleted just now
 
 
 def _changed() -> ApiError:
@@ -374,3 +322,16 @@ class ConversationBody(Body):
         return {"title": title, "system": self.system, "settings": self.settings} | self.model_dump(
             include={"messages"}, exclude_unset=True
         )
+
+
+class StoredConversation(ConversationBody):
+    """What a file holds: nothing of it may be missing."""
+
+    format: Literal[1]
+    id: str
+    revision: int
+    created: float
+    updated: float
+    title: str
+    system: str
+    settings: dict[str, Any]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.engine.worker import Turns
 from localspec.errors import PromptTooLong
 from localspec.server.access import Client
-from localspec.server.bodies import Flag, ModelBody, whole
+from localspec.server.bodies import Flag, ModelBody, are_tokens, whole
 from localspec.server.http import invalid, stopping, too_busy
 from localspec.server.ollama import OllamaOptions, StayingBody
 
@@ -52,26 +53,17 @@ class OllamaEmbeddingsBody(StayingBody):
     options: OllamaOptions | None = None
 
 
+@dataclass(eq=False)
 class EmbeddingService:
-    """Answers with one model that makes embeddings.
+    """Answers with one model that makes embeddings; the arguments are those of ``Host`` and ``Service``."""
 
-    Args:
-        model: the loaded model.
-        queue: most requests that may wait.
-        ending: set once the server goes down.
-        names: what requests may call the model; the first is what answers call it.
-        turns: those of the models that share the cores.
-    """
-
-    def __init__(
-        self, model: EmbeddingModel, queue: int, ending: asyncio.Event, names: Sequence[str], turns: Turns
-    ) -> None:
-        self.model = model
-        self.names = names
-        self._queue, self._ending = queue, ending
-        self._turns = turns
-        self._turn = asyncio.Lock()  # of one text: a request of many lets others in between
-        self._n_asked = 0
+    model: EmbeddingModel
+    queue: int
+    ending: asyncio.Event
+    names: Sequence[str]
+    turns: Turns
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of one text: a request of many lets others in between
+    _n_asked: int = 0
 
     def close(self) -> None:
         self.model.close()
@@ -83,24 +75,20 @@ class EmbeddingService:
         """The embeddings of a text, token ids, or a list of either, and their number of tokens.
 
         Args:
-            value: what was sent.
+            value: what was sent; an ``ApiError`` if it is something else.
             name: of the field.
             cut: whether texts that are too long are cut, rather than refused.
-
-        Raises:
-            ApiError: it is something else, or too many wait.
-            LocalspecError: a text does not fit, or the engine failed.
         """
         inputs = await asyncio.to_thread(_inputs, value, name)
-        if self._n_asked > self._queue:
-            raise too_busy(f"{self._queue} requests wait already", 1)
+        if self._n_asked > self.queue:
+            raise too_busy(f"{self.queue} requests wait already", 1)
         self._n_asked += 1
         try:
             rows, n_tokens = [], 0
             for each in inputs:
                 tokens = await asyncio.to_thread(self._tokens, each, cut)
                 async with self._turn:
-                    if self._ending.is_set():
+                    if self.ending.is_set():
                         raise stopping()
                     rows.append(await asyncio.to_thread(self._row, tokens))
                 n_tokens += len(tokens)
@@ -121,7 +109,7 @@ class EmbeddingService:
         return tokens
 
     def _row(self, tokens: list[int]) -> Row:
-        with self._turns.answering(), self._turns.one():
+        with self.turns.answering(), self.turns.one():
             return self.model.embed(tokens)
 
 
@@ -143,11 +131,17 @@ class EmbeddingAnswer:
 class OpenAIEmbeddings(EmbeddingAnswer):
     async def whole(self) -> dict[str, Any]:
         rows, n_tokens = await self.service.embedded(self.body.input, "input")
-        is_text = self.body.encoding_format == "base64"
-        encoded = await asyncio.to_thread(lambda: [_base64(row) if is_text else row.tolist() for row in rows])
+
+        def encoded(row: Row) -> Any:
+            if self.body.encoding_format == "float":
+                return row.tolist()
+            return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()
+
         return {
             "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(encoded)],
+            "data": await asyncio.to_thread(
+                lambda: [{"object": "embedding", "index": i, "embedding": encoded(row)} for i, row in enumerate(rows)]
+            ),
             "model": self.service.names[0],
             "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
         }
@@ -175,16 +169,9 @@ class OllamaEmbeddings(EmbeddingAnswer):
 
 
 def _inputs(value: Any, name: str) -> list[str | list[int]]:
-    def is_tokens(item: Any) -> bool:
-        return isinstance(item, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in item)
-
-    inputs = [value] if isinstance(value, str) or (value and is_tokens(value)) else value
-    if not isinstance(inputs, list) or not all(isinstance(item, str) or is_tokens(item) for item in inputs):
+    inputs = [value] if isinstance(value, str) or (value and are_tokens(value)) else value
+    if not isinstance(inputs, list) or not all(isinstance(item, str) or are_tokens(item) for item in inputs):
         raise invalid(f"{name} must be a text, token ids, or a list of either", name)
     if not 0 < len(inputs) <= MAX_INPUTS or not all(inputs):
         raise invalid(f"{name} must hold 1 to {MAX_INPUTS} texts, none empty", name)
     return inputs
-
-
-def _base64(row: Row) -> str:
-    return base64.b64encode(np.asarray(row, "<f4").tobytes()).decode()

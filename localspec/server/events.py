@@ -23,12 +23,8 @@ Result = TypeVar("Result")
 
 
 async def while_connected(receive: Receive, ending: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work, which a client that leaves, or a server that ends, cancels.
-
-    Raises:
-        ClientDisconnect: the client is gone.
-        ApiError: the server goes down.
-    """
+    """The result of the work, which a client that leaves (``ClientDisconnect``), or a server that ends (``ApiError``),
+    cancels."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
     ended = asyncio.ensure_future(ending.wait())
@@ -51,8 +47,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-KEEP_ALIVE_SECONDS = 10.0
-"""Longest silence: proxies commonly give up a connection after 30 to 60 s without a byte."""
+KEEP_ALIVE_SECONDS = 10.0  # longest silence: proxies commonly give up a connection after 30 to 60 s without a byte
 
 _HEADERS = {"Cache-Control": "no-cache, no-store", "X-Accel-Buffering": "no"}
 
@@ -65,19 +60,12 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How an API sends events.
-
-    Attributes:
-        media_type: of the response.
-        failed: the event that says that the answer broke off, from the error and the number of events before it.
-        keep_alive: a sign of life, between events.
-        end: what follows the last event.
-    """
+    """How an API sends events."""
 
     media_type: str
-    failed: Callable[[ApiError, int], bytes]
-    keep_alive: bytes = b""
-    end: bytes = b""
+    failed: Callable[[ApiError, int], bytes]  # says that the answer broke off, after so many events
+    keep_alive: bytes = b""  # a sign of life, between events
+    end: bytes = b""  # what follows the last event
 
 
 OPENAI = Wire("text/event-stream", lambda error, n: event(error.as_dict()), b": waiting\n\n", b"data: [DONE]\n\n")
@@ -88,13 +76,8 @@ LLAMA_SERVER = replace(OPENAI, end=b"")
 class EventStream(Response):
     """A response made of encoded events, which are closed when the client leaves.
 
-    Nothing is sent before the first event or sign of life, so that what fails until then has its own status.
-
-    Args:
-        events: what is sent.
-        ending: is set once the server goes down.
-        wire: how.
-        over: is called at the end, also of a stream whose client left before it began.
+    Nothing is sent before the first event or sign of life, so that what fails until then has its own status. At the
+    end ``over`` is called, also of a stream whose client left before it began.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ import re
 import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -29,20 +28,10 @@ from localspec.errors import LocalspecError
 from localspec.server.access import ALL, SCOPE_KEY, Address, Client, Kind
 from localspec.server.http import ApiError, ServerSettings, as_api_error, log_failure, on_error
 
-PAGE_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "font-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
@@ -52,13 +41,12 @@ _PROXIED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-i
 """Headers of a proxy: it may bring requests from another computer to a server that listens on this one alone."""
 
 
-def application(settings: ServerSettings, addresses: Sequence[Address], page: Path | None = None) -> Starlette:
+def application(settings: ServerSettings, addresses: Sequence[Address], page: Path) -> Starlette:
     """The application that answers at these addresses, and sends the files of a folder under ``/page``."""
     routes: list[BaseRoute] = [Route(each.path, each.endpoint, methods=each.methods) for each in addresses]
     kinds = [(compile_path(each.path)[0], each.kinds) for each in addresses]
-    if page is not None:
-        routes.append(Mount("/page", StaticFiles(directory=page, check_dir=False)))
-        kinds.append((compile_path("/page/{path:path}")[0], ALL))
+    routes.append(Mount("/page", StaticFiles(directory=page, check_dir=False)))
+    kinds.append((compile_path("/page/{path:path}")[0], ALL))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, settings=settings, kinds=kinds)],
@@ -69,13 +57,7 @@ def application(settings: ServerSettings, addresses: Sequence[Address], page: Pa
 
 
 class Guard:
-    """ASGI middleware in front of everything.
-
-    Args:
-        app: what it guards.
-        settings: the server's: key, names, origins.
-        kinds: the kinds of client that each address answers; one that is not among them refuses all.
-    """
+    """ASGI middleware in front of everything; ``kinds``: the kinds of client that each address answers."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, kinds: Sequence[tuple[re.Pattern[str], Collection[Kind]]]
@@ -106,13 +88,13 @@ class Guard:
             await send(message)
 
         try:
-            host = self._checked_host(headers)
-            self._check_origin(headers, scope["method"], path, host, allowed)
+            name = self._checked_host(headers)
+            self._check_origin(headers, scope["method"], path, allowed)
             if allowed and scope["method"] == "OPTIONS":  # a browser asks first, without the key
                 await Response(status_code=204)(scope, receive, guarded_send)
                 return
             kinds = next((kinds for pattern, kinds in self._kinds if pattern.match(path)), None)
-            client = scope[SCOPE_KEY] = self._client(headers, kinds or (), allowed)
+            client = scope[SCOPE_KEY] = self._client(headers, name, kinds or (), allowed)
             _check(client, kinds)
             await self.app(scope, receive, guarded_send)
         except Exception as error:
@@ -121,22 +103,25 @@ class Guard:
                 raise
             await as_api_error(error).response(path)(scope, receive, guarded_send)
 
-    def _client(self, headers: Headers, kinds: Collection[Kind], allowed: str | None) -> Client:
+    def _client(self, headers: Headers, name: str, kinds: Collection[Kind], allowed: str | None) -> Client:
         if self._key is not None and not hmac.compare_digest(_key_in(headers).encode("latin-1"), self._key):
             if Kind.KEYLESS not in kinds:
-                self._refuse_key(headers)
+                needs = "this server needs an API key: send it as Authorization: Bearer KEY"
+                raise ApiError(
+                    401,
+                    "the API key is wrong" if _key_in(headers) else needs,
+                    kind="authentication_error",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
             return Client(Kind.KEYLESS)
         if allowed is not None:
             return Client(Kind.SITE, allowed)
-        is_here = self._local and self._is_loopback(headers["host"]) and not any(map(headers.get, _PROXIED))
+        is_here = self._local and (name == "localhost" or self._is_ours(name)) and not any(map(headers.get, _PROXIED))
         return Client(Kind.LOCAL if is_here else Kind.REMOTE)
 
-    def _is_loopback(self, host: str) -> bool:
-        match = _HOST.fullmatch(host)
-        name = match["name"].lower().rstrip(".") if match else ""
-        return name == "localhost" or self._is_ours(name)
-
     def _checked_host(self, headers: Headers) -> str:
+        """The name that the request is addressed to, which has to be one of ours."""
         hosts = headers.getlist("host")
         match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if match is None:
@@ -146,7 +131,7 @@ class Guard:
             # The request may come from a page whose own name was made to point here (DNS rebinding).
             message = "this server does not answer to that name; localspec serve --allow-host NAME lets it"
             raise ApiError(403, message, kind="permission_error", code="host_not_allowed")
-        return hosts[0].lower()
+        return name
 
     def _is_ours(self, name: str) -> bool:
         try:
@@ -155,11 +140,11 @@ class Guard:
             return False
         return not self._local or address.is_loopback  # an address cannot be rebound, a name can
 
-    def _check_origin(self, headers: Headers, method: str, path: str, host: str, allowed: str | None) -> None:
+    def _check_origin(self, headers: Headers, method: str, path: str, allowed: str | None) -> None:
         origin = headers.get("origin")
         if origin is not None:
             parts = urlsplit(origin)
-            if allowed or (parts.scheme in ("http", "https") and parts.netloc.lower() == host):
+            if allowed or (parts.scheme in ("http", "https") and parts.netloc.lower() == headers["host"].lower()):
                 return
         else:
             # Browsers send no Origin with some requests, but they say where those come from.
@@ -170,18 +155,6 @@ class Guard:
                 return  # somebody followed a link to the page
         message = "pages of other sites may not use this server; localspec serve --allow-origin URL lets one"
         raise ApiError(403, message, kind="permission_error", code="origin_not_allowed")
-
-    def _refuse_key(self, headers: Headers) -> NoReturn:
-        message = "this server needs an API key: send it as Authorization: Bearer KEY"
-        if _key_in(headers):
-            message = "the API key is wrong"
-        raise ApiError(
-            401,
-            message,
-            kind="authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
 
 
 def _check(client: Client, kinds: Collection[Kind] | None) -> None:

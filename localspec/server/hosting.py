@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Turns
 from localspec.errors import Cancelled, LocalspecError, UnknownModel, line_of
 from localspec.llm import LLM
-from localspec.model_files.catalog import Catalog, Entry
+from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile, model_bytes
 from localspec.model_files.local_files import known_entries, remove
 from localspec.model_files.sources.base import size_text
@@ -58,21 +58,18 @@ from localspec.server.service import Metrics, ResponseStore, Service
 from localspec.system.files import is_same_file
 from localspec.system.machine import read_memory
 
-GRACE_S = 5.0
-"""For so long the models that answer go on taking requests while another waits for their memory."""
+GRACE_S = 5.0  # for so long the models that answer go on taking requests while another waits for their memory
 
 MEMORY_SHARE = 0.8
 """Of the memory that is free when the server starts, what its models may take; of that of GPUs likewise."""
 
-CACHE_SHARE = 1 / 16
-"""Of that, what the conversations put aside may take, for each model."""
+CACHE_SHARE = 1 / 16  # of that, what the conversations put aside may take, for each model
 
 CONTEXT_SHARE = 1 / 3
 """Of that, what a model with a context over the usual may take: a chat, an editor's and an embedding model go together.
 """
 
-SEVERAL = 2
-"""Answers at a time that memory is counted with where there may be several; for more it is the same."""
+SEVERAL = 2  # answers at a time that memory is counted with where there may be several; for more it is the same
 
 State = Literal["unloaded", "loading", "loaded", "unloading"]
 Use = Literal["text", "fill", "embed"]
@@ -80,33 +77,19 @@ Use = Literal["text", "fill", "embed"]
 
 @dataclass(frozen=True, slots=True)
 class ServedFile:
-    """What a header says.
+    """What a header says."""
 
-    Attributes:
-        name: what requests call the model.
-        spec: what a command line calls it.
-        path: of the file, or of its first part.
-        n_bytes: of all parts.
-        sizes: what memory depends on.
-        n_ctx_train: tokens of context that it was trained for; 0: not told.
-        embeds: whether it makes embeddings, and continues no text.
-    """
-
-    name: str
-    spec: str
-    path: Path
-    n_bytes: int
+    name: str  # what requests call the model
+    spec: str  # what a command line calls it
+    path: Path  # of the file, or of its first part
+    n_bytes: int  # of all parts
     sizes: Sizes
-    n_ctx_train: int
-    embeds: bool
+    n_ctx_train: int  # tokens of context that it was trained for; 0: not told
+    embeds: bool  # it makes embeddings, and continues no text
 
     @classmethod
     def read(cls, spec: str) -> ServedFile:
-        """The file that a MODEL argument means.
-
-        Raises:
-            LocalspecError: there is none, or it is no model that answers.
-        """
+        """The file that a MODEL argument means; a ``LocalspecError`` if it is no model that answers."""
         path = Catalog.load().resolve(spec)
         return cls.of(path, spec, path.name.removesuffix(".gguf") if spec.endswith(".gguf") else spec)
 
@@ -119,118 +102,69 @@ class ServedFile:
             sizes, trained = Sizes.of(file), file.n_ctx_train
         return cls(public_name(name), spec, path, model_bytes(path), sizes, trained, embeds)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.name, self.spec, self.path.name.removesuffix(".gguf"))))
 
-    def fills(self) -> bool:
-        """Whether the model has tokens for what stands between two texts; it takes a while to find out."""
-        if self.embeds:
-            return False
-        with GGUFFile(self.path) as file:
-            return "fim_mid" in Vocab.from_gguf(file).fim
+@lru_cache(256)
+def fills(path: Path) -> bool:
+    """Whether a model has tokens for what stands between two texts; it takes a while to find out."""
+    with GGUFFile(path) as file:
+        return "fim_mid" in Vocab.from_gguf(file).fim
 
 
 def memory_of(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> Space:
-    """Memory that a model takes with what drafts for it."""
     space = taken(loads, n_ctx, kv_type, backend)
     return Space(space.ram - PROGRAM_BYTES, space.gpu)
 
 
-def embedder_memory(sizes: Sizes, n_ctx: int) -> int:
-    """The same of a model that makes embeddings: a text is one pass, every token of which looks at all others."""
-    return sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
-
-
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How a model is loaded, with the most memory that fits.
-
-    Attributes:
-        load: with tokens of context, memory for conversations put aside, answers at a time and layers on GPUs.
-        drafts: whether the catalogue's draft model is loaded as well.
-        needed: what all takes together of the machine's memory [bytes].
-        on_gpu: what it takes of GPUs with memory of their own [bytes].
-    """
+    """How a model is loaded, with the most memory that fits."""
 
     load: LoadOptions
-    drafts: bool = False
-    needed: int = 0
-    on_gpu: int = 0
+    drafts: bool = False  # the catalogue's draft model is loaded as well
+    needed: int = 0  # what all takes together of the machine's memory [bytes]
+    on_gpu: int = 0  # and of GPUs with memory of their own [bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How the models of a server are loaded.
+    """How the models of a server are loaded."""
 
-    Attributes:
-        text: loads a model that continues text; takes the file, how, progress, and what cancels it.
-        embedding: loads one that makes embeddings.
-        settings: those of a loaded model, from those of the server.
-        load: as it was asked for; no ``n_ctx``: by the memory; several answers at a time: where there is memory for it.
-        drafts: as ``LoadPlan`` has it, where there is memory for it.
-        specs: the models; None is all on the disk, also those that are fetched later.
-        made_of: files that were made of a model, which go with it.
-        warn: takes a line for the person who started the server.
-    """
-
-    text: Callable[[ServedFile, LoadPlan, Report, threading.Event], LLM]
+    text: Callable[[ServedFile, LoadPlan, Report, threading.Event], LLM]  # the last one cancels it
     embedding: Callable[[ServedFile, LoadPlan], EmbeddingModel]
-    settings: Callable[[LLM, ServerSettings], ServerSettings] = lambda llm, settings: settings
-    load: LoadOptions = field(default_factory=LoadOptions)
-    drafts: bool = True
-    specs: Sequence[str] | None = None
-    made_of: Callable[[Path], Iterable[Path]] = lambda path: ()
-    warn: Callable[[str], None] = lambda line: None
+    settings: Callable[[LLM, ServerSettings], ServerSettings] = lambda llm, settings: settings  # of a loaded model
+    load: LoadOptions = field(default_factory=LoadOptions)  # context and answers at a time: as memory allows
+    drafts: bool = True  # as ``LoadPlan`` has it, where there is memory for it
+    specs: Sequence[str] | None = None  # None: all on the disk, also those that are fetched later
+    made_of: Callable[[Path], Iterable[Path]] = lambda path: ()  # files that go with a model
+    warn: Callable[[str], None] = lambda line: None  # takes a line for the person who started the server
 
 
 @dataclass(eq=False, slots=True)
 class HostedModel:
-    """One model of a server. Used from the event loop only.
-
-    Attributes:
-        file: what its header says.
-        plan: how it is loaded.
-        names: what requests may call it; the first is what answers call it.
-        fixed: whether it was loaded by somebody else, and stays.
-        service: what answers, while it is loaded.
-        taken, taken_gpu: memory that it is counted with now, the machine's and that of GPUs of their own [bytes].
-        n_uses, n_waiting: requests that it answers, and that wait for it.
-        n_promised: those of them that waited when it was loaded, and come before it is unloaded for another.
-        used: when it was last used, by ``time.monotonic``.
-        expires: when it is unloaded, in seconds since 1970; None: at no time.
-        doing: what is done to load it, and the fraction done if it is known.
-        error: why it could not be loaded the last time.
-    """
+    """One model of a server. Used from the event loop only."""
 
     file: ServedFile
     plan: LoadPlan
-    names: Sequence[str]
+    names: Sequence[str]  # what requests may call it; the first is what answers call it
     metrics: Metrics = field(default_factory=Metrics)
-    fixed: bool = False
+    fixed: bool = False  # loaded by somebody else, and stays
     state: State = "unloaded"
     service: Service | EmbeddingService | None = None
-    taken: int = 0
-    taken_gpu: int = 0
-    n_uses: int = 0
-    n_waiting: int = 0
-    n_promised: int = 0
-    used: float = 0.0
+    taken: int = 0  # memory of the machine that it is counted with now [bytes]
+    taken_gpu: int = 0  # and of GPUs with memory of their own
+    n_uses: int = 0  # requests that it answers
+    n_waiting: int = 0  # requests that wait for it
+    n_promised: int = 0  # those that waited when it was loaded, and come before it is unloaded for another
+    used: float = 0.0  # by ``time.monotonic``
     keep: KeepAlive = KEEP_ALIVE_S
-    expires: float | None = None
-    doing: tuple[str, float | None] = ("", None)
-    error: str | None = None
-    fills: bool | None = None
+    expires: float | None = None  # when it is unloaded, in seconds since 1970; None: at no time
+    doing: tuple[str, float | None] = ("", None)  # to load it, and the fraction done if it is known
+    error: str | None = None  # why it could not be loaded the last time
     leaves: bool = False  # once it is idle
     deleted: bool = False
     failure: ApiError | None = None
     cancel: threading.Event = field(default_factory=threading.Event)
     timer: asyncio.TimerHandle | None = None
-
-    @property
-    def needed(self) -> int:
-        """Memory of the machine that it is expected to take [bytes]."""
-        return self.plan.needed
 
     @property
     def llm(self) -> LLM | None:
@@ -247,16 +181,9 @@ class Host:
     Args:
         settings: the server's.
         opening: how models are loaded; None: there is one, which is loaded already.
-        memory: what all models may take [bytes]; None is a share of what is free now.
-        gpu_memory: what they may take of GPUs with memory of their own [bytes]; None is a share of what is free now.
+        memory, gpu_memory: what all models may take, of the machine's and of GPUs' own [bytes]; None is a share of what
+            is free now.
         keep_alive: where a request says nothing.
-
-    Attributes:
-        bodies: reads the bodies of all requests.
-        responses: answers that are kept.
-        ending: set once the server goes down; whatever runs then ends.
-        started: in seconds since 1970.
-        turns: those of rounds of all models.
     """
 
     def __init__(
@@ -269,11 +196,11 @@ class Host:
         keep_alive: KeepAlive = KEEP_ALIVE_S,
     ) -> None:
         self.settings = settings
-        self.bodies = BodyReader(settings.body_bytes, settings.bodies_bytes, settings.body_seconds)
+        self.bodies = BodyReader(settings)
         self.responses = ResponseStore()
-        self.ending = asyncio.Event()
+        self.ending = asyncio.Event()  # set once the server goes down
         self.started = time.time()
-        self.turns = Turns()
+        self.turns = Turns()  # of the rounds of all models
         self.memory = round(MEMORY_SHARE * read_memory().available) if memory is None else memory
         if gpu_memory is None:
             gpu_memory = 0 if opening is None else round(MEMORY_SHARE * _free_on_gpus(opening))
@@ -298,9 +225,8 @@ class Host:
             file = ServedFile.of(engine.model_path, engine.model_name, engine.model_name)
         names = tuple(dict.fromkeys((file.name, *settings.aliases)))
         plan = LoadPlan(LoadOptions(n_ctx=engine.n_ctx))
-        model = HostedModel(file, plan, names, fixed=True, state="loaded")
-        model.service = host._service_of(model, engine, settings)
-        host.models.append(model)
+        host.models.append(HostedModel(file, plan, names, fixed=True))
+        host._serve(host.models[0], engine)
         return host
 
     # -- which there are -------------------------------------------------------------------------------------------
@@ -322,67 +248,55 @@ class Host:
         if self.only is not None:
             _check_use(self.only, use)
 
-    @property
-    def may_change(self) -> bool:
-        """Whether models can be fetched and deleted."""
-        return self._opening is not None
+    def end(self) -> None:
+        """The server goes down: what runs ends."""
+        self.ending.set()
+        for model in self.models:
+            model.cancel.set()
 
     def refresh(self) -> None:
-        """Look at the disk: add what came, and forget what went and is not loaded."""
-        opening = self.opening
-        specs = [entry.name for entry in _in_order(known_entries())] if opening.specs is None else opening.specs
-        known = {model.file.spec: model for model in self.models}
-        found = []
+        """Add what was asked for, or all on the disk."""
+        specs, catalog = self.opening.specs, Catalog.load()
+        if specs is None:  # a request that names no model goes to the first
+            usual = (catalog.default[0], catalog.fallback[0])
+            present = [entry.name for entry in known_entries() if entry.present]
+            specs = sorted(present, key=lambda name: usual.index(name) if name in usual else len(usual))
         for spec in specs:
-            model = known.get(spec)
-            if model is None or not model.file.path.is_file():
-                model = self._read(spec) if model is None or model.state == "unloaded" else model
-            if model is not None and model not in found:
-                found.append(model)
-        gone = [model for model in self.models if model not in found and model.state != "unloaded"]
-        self.models = [*found, *gone]
+            try:
+                self.add(spec)
+            except LocalspecError as error:
+                if self.opening.specs is not None:
+                    raise
+                if not any(spec in entry.heads for entry in catalog.values()):
+                    self.opening.warn(f"not served: {error}")
 
-    def add(self, spec: str) -> HostedModel:
-        """A model that was fetched now; a ``LocalspecError`` if it is none that answers."""
-        model = next((each for each in self.models if each.file.spec == spec), None)
-        if model is None:
-            model = self._hosted(ServedFile.read(spec))
-            self.models.append(model)
-        return model
-
-    def _read(self, spec: str) -> HostedModel | None:
-        try:
-            return self._hosted(ServedFile.read(spec))
-        except LocalspecError as error:
-            if self.opening.specs is not None:
-                raise
-            known = Catalog.load().get(spec)
-            if known is None or not any(spec in entry.heads for entry in Catalog.load().values()):
-                self.opening.warn(f"not served: {error}")
-            return None
-
-    def _hosted(self, file: ServedFile) -> HostedModel:
+    def add(self, spec: str) -> None:
+        """A model on the disk; a ``LocalspecError`` if it is none that answers."""
+        if any(each.file.spec == spec for each in self.models):
+            return
+        file = ServedFile.read(spec)
         taken = {name for model in self.models for name in model.names}
         own = file.name
         if own in taken:
             own = next(name for n in count(2) if (name := f"{file.name}-{n}") not in taken)
         aliases = self.settings.aliases if not self.models else ()
-        names = [own, *(name for name in (*file.names, *aliases) if name not in taken)]
-        return HostedModel(file, self._plan(file), tuple(dict.fromkeys(names)), keep=self.keep_alive)
+        others = (file.name, file.spec, file.path.name.removesuffix(".gguf"), *aliases)
+        names = [own, *(name for name in others if name not in taken)]
+        self.models.append(HostedModel(file, self._plan(file), tuple(dict.fromkeys(names)), keep=self.keep_alive))
 
     def _plan(self, file: ServedFile) -> LoadPlan:
         """As it was asked for; where that is more than all models may take, one answer at a time, then no draft."""
         opening, load, trained = self.opening, self.opening.load, file.n_ctx_train or USUAL_CTX
         if file.embeds:
-            n_ctx = min(load.n_ctx or MAX_CTX, trained)
-            n_bytes = embedder_memory(file.sizes, n_ctx)
+            n_ctx, sizes = min(load.n_ctx or MAX_CTX, trained), file.sizes
+            # A text is one pass, every token of which looks at all others.
+            n_bytes = sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
             ram, gpu = (0, n_bytes) if self.gpu_memory else (n_bytes, 0)
             return LoadPlan(replace(load, n_ctx=n_ctx), needed=ram, on_gpu=gpu)
         backend = "ik-llama" if load.backend == "auto" else load.backend  # whose buffers are the larger ones
         cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
         draft = Catalog.load().draft_for(file.path) if opening.drafts else None
         draft_sizes = read_sizes(draft) if draft is not None else None
-        plans = []
         for drafts, several in ((True, True), (True, False), (False, False)):
             models = [Load(draft_sizes)] if draft_sizes is not None and drafts else []
             loads = loads_for(Load(file.sizes), models, [], SEVERAL if load.parallel != 1 and several else 1)
@@ -400,8 +314,10 @@ class Host:
                 prefix_cache_bytes=cache_bytes,
                 parallel=load.parallel if several else 1,
             )
-            plans.append(LoadPlan(how, drafts, cache_bytes + takes.ram, takes.gpu or 0))
-        return next((plan for plan in plans if self._may_be(plan)), plans[-1])
+            plan = LoadPlan(how, drafts, cache_bytes + takes.ram, takes.gpu or 0)
+            if self._may_be(plan):
+                break
+        return plan
 
     def _on_gpus(self, loads: Sequence[Load], n_ctx: int, backend: str) -> tuple[int | None, list[Load]]:
         """The layers of a target (the first) that go to GPUs with memory of their own, and what then lies where: all
@@ -425,28 +341,18 @@ class Host:
         """Whether a model can be loaded, if no other is."""
         return model.fixed or self._may_be(model.plan)
 
-    def metrics_of(self, model: HostedModel | None) -> Metrics:
-        """Where a request is counted that names a model, or none."""
-        model = model or self.only
-        return self.metrics if model is None else model.metrics
-
     async def find(self, name: str | None, use: Use, *, any_name: bool = False) -> HostedModel:
-        """The model that a request names, or the first that can do what it asks for.
-
-        Args:
-            name: as the request has it; Ollama's clients add ``:latest``.
-            use: what it is to do.
-            any_name: whether a name that is not known stands for none.
+        """The model that a request names, or the first that can do what it asks for; ``any_name``: a name that is not
+        known stands for none.
 
         Raises:
             ApiError: there is no such model here (404), or it does something else (400).
         """
-        known = [model for model in self.models if not model.deleted]
         model = self.named(name) if name else None
         if model is None and (not name or any_name):
-            able = [each for each in known if each.file.embeds == (use == "embed")]
+            able = [each for each in self.models if not each.deleted and each.file.embeds == (use == "embed")]
             if use == "fill" and len(able) > 1:
-                able = [each for each in able if await self.fills(each)] or able
+                able = [each for each in able if await asyncio.to_thread(fills, each.file.path)] or able
             if not able:
                 _check_use(None, use)
             return next((each for each in able if self.fits(each)), able[0])
@@ -456,7 +362,7 @@ class Host:
         return model
 
     def named(self, name: str) -> HostedModel | None:
-        plain = name.removesuffix(":latest")
+        plain = name.removesuffix(":latest")  # Ollama's clients add it
         return next(
             (model for model in self.models if plain in (*model.names, model.file.spec) and not model.deleted), None
         )
@@ -479,19 +385,10 @@ class Host:
                 )
         return ApiError(404, message, param="model", code="model_not_found")
 
-    async def fills(self, model: HostedModel) -> bool:
-        if model.fills is None:
-            model.fills = await asyncio.to_thread(model.file.fills)
-        return model.fills
-
     # -- loading ---------------------------------------------------------------------------------------------------
 
     async def take(self, model: HostedModel, keep: KeepAlive | Literal["usual"] = "usual") -> Callable[[], None]:
-        """Have a model loaded, and keep it so until what this returns is called, once.
-
-        Args:
-            model: which.
-            keep: how long it stays then.
+        """Have a model loaded until what this returns is called, once; ``keep``: how long it stays then.
 
         Raises:
             ApiError: it can never fit (400), too many wait (429), the wait was too long (503), it is gone (404), or it
@@ -538,11 +435,11 @@ class Host:
                 self._advance()
 
     def too_large(self, model: HostedModel) -> str:
-        plan = model.plan
-        gpus = "" if not self.gpu_memory else f" and {size_text(plan.on_gpu)} on the GPU"
-        limit = "" if not self.gpu_memory else f" and {size_text(self.gpu_memory)}"
+        plan, gpus, limit = model.plan, "", ""
+        if self.gpu_memory:
+            gpus, limit = f" and {size_text(plan.on_gpu)} on the GPU", f" and {size_text(self.gpu_memory)}"
         return (
-            f"{model.names[0]} needs {size_text(model.needed)}{gpus} with a context of {plan.load.n_ctx:,} tokens, "
+            f"{model.names[0]} needs {size_text(plan.needed)}{gpus} with a context of {plan.load.n_ctx:,} tokens, "
             f"and the models of this server may take {size_text(self.memory)}{limit} (--memory)"
         )
 
@@ -594,7 +491,7 @@ class Host:
 
     def _in_the_way(self, wanted: HostedModel) -> list[HostedModel]:
         """The loaded models that have to go for one that is wanted, those used least recently first."""
-        lack, lack_gpu = wanted.needed - self.room, wanted.plan.on_gpu - self.gpu_room
+        lack, lack_gpu = wanted.plan.needed - self.room, wanted.plan.on_gpu - self.gpu_room
         found = []
         loaded = [model for model in self.models if model.state == "loaded" and not model.fixed]
         for model in sorted(loaded, key=lambda model: (not model.is_idle, model.used)):
@@ -616,7 +513,7 @@ class Host:
         return self.gpu_memory - sum(model.taken_gpu for model in self.models)
 
     def _has_room(self, model: HostedModel) -> bool:
-        return model.needed <= self.room and model.plan.on_gpu <= self.gpu_room
+        return model.plan.needed <= self.room and model.plan.on_gpu <= self.gpu_room
 
     @property
     def _over_budget(self) -> bool:
@@ -634,11 +531,9 @@ class Host:
         """Load the next of the line, or make room for it."""
         if self.ending.is_set():
             return
-        idle = sorted((model for model in self.models if model.is_idle), key=lambda model: model.used)
-        for model in idle[: len(idle) if self._over_budget else 0]:
-            self._unload(model)
-            if not self._over_budget:
-                break
+        for model in sorted((model for model in self.models if model.is_idle), key=lambda model: model.used):
+            if self._over_budget:
+                self._unload(model)
         if not self._line:
             return
         first, *others = self._line
@@ -663,13 +558,13 @@ class Host:
 
     def _start(self, model: HostedModel) -> None:
         model.state, model.error = "loading", None
-        model.taken, model.taken_gpu = model.needed, model.plan.on_gpu
+        model.taken, model.taken_gpu = model.plan.needed, model.plan.on_gpu
         model.cancel, model.doing, model.leaves = threading.Event(), ("loading", None), False
         self._run(self._load(model))
 
     async def _load(self, model: HostedModel) -> None:
         try:
-            engine, takes = await self._opened(model)
+            engine, takes = await asyncio.to_thread(self._opened, model)
         except Exception as error:
             model.state, model.taken, model.taken_gpu = "unloaded", 0, 0
             self._line.pop(model, None)
@@ -679,50 +574,39 @@ class Host:
                 model.failure = ApiError(500, message, param="model", code="model_not_loaded")
                 self.opening.warn(message)
         else:
-            settings = (
-                self.settings if isinstance(engine, EmbeddingModel) else self.opening.settings(engine, self.settings)
-            )
-            model.service = self._service_of(model, engine, settings)
-            model.state, model.used = "loaded", time.monotonic()
+            self._serve(model, engine)
+            model.used = time.monotonic()
             model.taken, model.taken_gpu = takes.ram, takes.gpu or 0
             model.n_promised = model.n_waiting
             self._line.pop(model, None)
             self._rest(model)
         self._changed()
 
-    async def _opened(self, model: HostedModel) -> tuple[LLM | EmbeddingModel, Space]:
-        """Load a model in a thread; the end of the server cancels it."""
+    def _opened(self, model: HostedModel) -> tuple[LLM | EmbeddingModel, Space]:
+        """Load a model; it takes time."""
         opening, file = self.opening, model.file
+        if file.embeds:
+            return opening.embedding(file, model.plan), Space(model.plan.needed, model.plan.on_gpu)
 
         def report(what: str, fraction: float | None) -> None:
             model.doing = (what, fraction)
 
-        def load() -> tuple[LLM | EmbeddingModel, Space]:
-            if file.embeds:
-                return opening.embedding(file, model.plan), Space(model.needed, model.plan.on_gpu)
-            llm = opening.text(file, model.plan, report, model.cancel)
-            try:
-                llm.take_turns(self.turns)
-                takes = _taken(llm, opening.load.kv_cache_type, gpus=bool(self.gpu_memory))
-                return llm, Space(model.plan.load.prefix_cache_bytes + takes.ram, takes.gpu)
-            except BaseException:
-                llm.close(cancel=True)
-                raise
+        llm = opening.text(file, model.plan, report, model.cancel)
+        try:
+            llm.take_turns(self.turns)
+            takes = _taken(llm, opening.load.kv_cache_type, gpus=bool(self.gpu_memory))
+            return llm, Space(model.plan.load.prefix_cache_bytes + takes.ram, takes.gpu)
+        except BaseException:
+            llm.close(cancel=True)
+            raise
 
-        loading = asyncio.ensure_future(asyncio.to_thread(load))
-        ended = asyncio.ensure_future(self.ending.wait())
-        await asyncio.wait((loading, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            model.cancel.set()
-        ended.cancel()
-        return await loading
-
-    def _service_of(
-        self, model: HostedModel, engine: LLM | EmbeddingModel, settings: ServerSettings
-    ) -> Service | EmbeddingService:
+    def _serve(self, model: HostedModel, engine: LLM | EmbeddingModel) -> None:
         if isinstance(engine, EmbeddingModel):
-            return EmbeddingService(engine, settings.queue, self.ending, model.names, self.turns)
-        return Service(engine, settings, self.responses, model.metrics, model.names)
+            model.service = EmbeddingService(engine, self.settings.queue, self.ending, model.names, self.turns)
+        else:
+            settings = self.settings if self._opening is None else self._opening.settings(engine, self.settings)
+            model.service = Service(engine, settings, self.responses, model.metrics, model.names)
+        model.state = "loaded"
 
     def _unload(self, model: HostedModel) -> None:
         model.state = "unloading"
@@ -742,8 +626,8 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def delete(self, model: HostedModel) -> int:
-        """Unload a model and remove its files; the bytes that became free.
+    async def delete(self, model: HostedModel) -> None:
+        """Unload a model and remove its files.
 
         Raises:
             ApiError: it answers (409), or its file is none that localspec fetched (400).
@@ -762,13 +646,12 @@ class Host:
             self.leave(model)
             while model.state != "unloaded":
                 await self._change.wait()
-            freed = await asyncio.to_thread(remove, entry, self.opening.made_of(model.file.path))
+            await asyncio.to_thread(remove, entry, self.opening.made_of(model.file.path))
         except BaseException:
             model.deleted = False
             raise
         self.models.remove(model)
         self._changed()
-        return freed
 
     def close(self) -> None:
         """After the server has ended: free what is loaded."""
@@ -776,14 +659,6 @@ class Host:
             if model.service is not None and not model.fixed:
                 model.service.close()
                 model.service = None
-
-
-def _in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Those on the disk, the catalogue's default first: a request that names no model goes to it."""
-    present = [entry for entry in entries if entry.present]
-    catalog = Catalog.load()
-    usual = (catalog.default[0], catalog.fallback[0])
-    return sorted(present, key=lambda entry: usual.index(entry.name) if entry.name in usual else len(usual))
 
 
 def _check_use(model: HostedModel | None, use: Use) -> None:

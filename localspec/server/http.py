@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
@@ -30,39 +30,26 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A refusal.
+    """A refusal."""
 
-    Args:
-        status: the HTTP status.
-        message: one line for the person who reads the client's log.
-        kind: OpenAI's ``type``; by the status if None.
-        param: the field of the request that is wrong, such as ``messages[0].role``.
-        code: a word for programs.
-        headers: further ones.
-    """
+    status: int  # of HTTP
+    said: str  # one line for the person who reads the client's log
+    _: KW_ONLY
+    kind: str = ""  # OpenAI's ``type``; by the status if empty
+    param: str | None = None  # the field of the request that is wrong, such as ``messages[0].role``
+    code: str | None = None  # a word for programs
+    headers: Mapping[str, str] | None = None  # further ones
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str | None = None,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind or (INVALID if status < 500 else SERVER)
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    def __post_init__(self) -> None:
+        super().__init__(self.said)
+        self.kind = self.kind or (INVALID if self.status < 500 else SERVER)
 
     @property
     def message(self) -> str:
         """The message as it is sent: short, with visible controls, as it may quote the client."""
-        return " ".join(visible(str(self)).split())[:600]
+        return " ".join(visible(self.said).split())[:600]
 
     def as_dict(self) -> dict[str, Any]:
         """OpenAI's form: ``{"error": {message, type, param, code}}``."""
@@ -164,22 +151,11 @@ LARGE_BYTES, N_LARGE = 256 << 10, 2
 
 
 class BodyReader:
-    """Reads the bodies of all requests, large ones in turns.
+    """Reads the bodies of all requests, large ones in turns."""
 
-    Args:
-        max_bytes: of one body.
-        max_bytes_together: of all that are being read, or wait for their turn, at a time.
-        seconds: until a body must have arrived.
-
-    Attributes:
-        n_held: bytes that are being read, or wait for their turn, now.
-    """
-
-    def __init__(self, max_bytes: int, max_bytes_together: int, seconds: float) -> None:
-        self.max_bytes = max_bytes
-        self.max_bytes_together = max_bytes_together
-        self.seconds = seconds
-        self.n_held = 0
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self.n_held = 0  # bytes that are being read, or wait for their turn, now
         self._turns = asyncio.Semaphore(N_LARGE)
 
     @asynccontextmanager
@@ -195,10 +171,10 @@ class BodyReader:
         body = bytearray()
         try:
             try:
-                async with asyncio.timeout(self.seconds):
+                async with asyncio.timeout(self._settings.body_seconds):
                     await self._read(request, body)
             except TimeoutError:
-                message = f"the body did not arrive within {self.seconds:g} s"
+                message = f"the body did not arrive within {self._settings.body_seconds:g} s"
                 raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
             if len(body) <= LARGE_BYTES:
                 yield await asyncio.to_thread(parse, bytes(body))
@@ -213,19 +189,19 @@ class BodyReader:
 
     async def _read(self, request: Request, body: bytearray) -> None:
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self.max_bytes:
+        if declared.isdecimal() and int(declared[:20]) > self._settings.body_bytes:
             self._too_large()
         async for chunk in request.stream():
             body += chunk
             self.n_held += len(chunk)
-            if len(body) > self.max_bytes:
+            if len(body) > self._settings.body_bytes:
                 self._too_large()
-            if self.n_held > self.max_bytes_together:
+            if self.n_held > self._settings.bodies_bytes:
                 message = "too much is being sent at once"
                 raise ApiError(503, message, code="overloaded", headers={"Retry-After": "2", "Connection": "close"})
 
     def _too_large(self) -> NoReturn:
-        message = f"the body is larger than {self.max_bytes / 1e6:g} MB"
+        message = f"the body is larger than {self._settings.body_bytes / 1e6:g} MB"
         raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
@@ -255,29 +231,23 @@ def _check_type(headers: Headers) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-KeepAlive = float | None
-"""Seconds for which a model that is idle stays loaded; None: for ever."""
+KeepAlive = float | None  # seconds for which a model that is idle stays loaded; None: for ever
 
-KEEP_ALIVE_S = 300.0
-"""Where nothing is said; Ollama's."""
+KEEP_ALIVE_S = 300.0  # where nothing is said; Ollama's
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+_DURATION = re.compile(rf"([+-]?)(?:(\d{{1,20}}\.?\d{{0,20}})|((?:{_PART.pattern})+))")
 _FOR_EVER_S = 10 * 365 * 24 * 3600.0
 
 
 def read_keep_alive(value: Any) -> KeepAlive:
     """What Ollama's ``keep_alive`` says: seconds, as a number or a text, or a duration of Go's (``1h30m``, ``500ms``);
     less than 0 is for ever. A ``ValueError`` if it is none of these."""
-    if isinstance(value, str):
-        text = value.strip()
-        sign = -1.0 if text.startswith("-") else 1.0
-        text = text.lstrip("+-") if text[:2] not in ("--", "++", "+-", "-+") else ""
-        parts = _PART.findall(text)
-        if parts and "".join(number + unit for number, unit in parts) == text:
-            value = sign * sum(float(number) * _UNITS[unit] for number, unit in parts)
-        else:
-            value = sign * float(text) if re.fullmatch(r"\d{1,20}\.?\d{0,20}", text) else text
+    if isinstance(value, str) and len(value) < 100 and (match := _DURATION.fullmatch(value.strip())):
+        parts = _PART.findall(match[3] or "")
+        seconds = float(match[2]) if match[2] else sum(float(number) * _UNITS[unit] for number, unit in parts)
+        value = -seconds if match[1] == "-" else seconds
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ValueError("no duration")
     return None if value < 0 or value > _FOR_EVER_S else float(value)
@@ -287,42 +257,26 @@ def read_keep_alive(value: Any) -> KeepAlive:
 class ServerSettings:
     """How a server behaves.
 
-    Attributes:
-        host, port: where to listen; port 0 finds one.
-        api_key: what ``Authorization: Bearer`` must carry; None asks for none.
-        queue: most requests that wait.
-        parallel: most requests that are answered at a time; ``auto``: as many as gain throughput.
-        prefix_cache: megabytes for conversations other than the present one.
-        time_limit: longest time from a request to the end of its answer [s].
-        aliases: further names that requests may call the model by.
-        origins: web origins, apart from the server's own, whose pages may use it.
-        hosts: names that requests may be addressed to, apart from ``localhost`` and the loopback addresses.
-        corpora: what requests may have copied from, as ``--draft`` calls it; the others do without.
-        params: sampling parameters where a request says nothing.
-        system: system prompt of chats that bring none.
-        body_bytes: largest body; ``bodies_bytes``: of all that are being read at a time.
-        body_seconds: longest time until a body has arrived.
-
     Raises:
         UsageError: a value makes no sense, or a server that other computers reach has no key.
     """
 
     host: str = "127.0.0.1"
-    port: int = 8642
-    api_key: str | None = None
-    queue: int = 32
-    parallel: int | str = "auto"
-    prefix_cache: int = 512
-    time_limit: float = 3600.0
-    aliases: Sequence[str] = ()
-    origins: Sequence[str] = ()
-    hosts: Sequence[str] = ()
-    corpora: Sequence[str] = ()
-    params: SamplingParams = field(default_factory=SamplingParams)
-    system: str | None = None
-    body_bytes: int = 8 << 20
-    bodies_bytes: int = 64 << 20
-    body_seconds: float = 20.0
+    port: int = 8642  # 0 finds one
+    api_key: str | None = None  # what ``Authorization: Bearer`` must carry; None asks for none
+    queue: int = 32  # most requests that wait
+    parallel: int | str = "auto"  # most requests that are answered at a time; ``auto``: as many as gain throughput
+    prefix_cache: int = 512  # megabytes for conversations other than the present one
+    time_limit: float = 3600.0  # longest time from a request to the end of its answer [s]
+    aliases: Sequence[str] = ()  # further names that requests may call the model by
+    origins: Sequence[str] = ()  # web origins, apart from the server's own, whose pages may use it
+    hosts: Sequence[str] = ()  # names that requests may be addressed to, apart from those of loopback
+    corpora: Sequence[str] = ()  # what requests may have copied from, as ``--draft`` calls it; the others do without
+    params: SamplingParams = field(default_factory=SamplingParams)  # where a request says nothing
+    system: str | None = None  # system prompt of chats that bring none
+    body_bytes: int = 8 << 20  # largest body
+    bodies_bytes: int = 64 << 20  # of all that are being read at a time
+    body_seconds: float = 20.0  # longest time until a body has arrived
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parallel", checked_parallel(self.parallel))

@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
-from localspec.engine.request import Reply
 from localspec.prompts.infill import FILL_TOKENS
 from localspec.server.answers import ApiAnswer, prompt_progress
 from localspec.server.bodies import MAX_COUNT, Body, Flag, between, items, whole
@@ -21,7 +20,7 @@ from localspec.server.http import ApiError
 from localspec.server.requests import ApiBody, CompletionRequest, ServedModel, Shared, Stops
 from localspec.server.service import ChoiceJob, Service
 from localspec.server.tools import Delta
-from localspec.spec_decode.rounds import PromptProgress, Round
+from localspec.spec_decode.rounds import PromptProgress, Round, SpecStats
 
 MAX_FILES, MAX_SAMPLERS, MAX_FIELDS, WIDEST_INDENT = 1024, 64, 64, 1 << 16
 
@@ -70,8 +69,7 @@ class InfillBody(ApiBody, Shared):
         return self.n_predict == 0
 
 
-MAX_HELD = 4096
-"""Characters of white space that are held back at most."""
+MAX_HELD = 4096  # characters of white space that are held back at most
 
 
 class LineRules:
@@ -80,13 +78,10 @@ class LineRules:
     Args:
         n_indent: a line that begins with less white space than this ends the answer, before it.
         seconds: from the first token on, after which an answer of several lines ends; None is any time.
-
-    Attributes:
-        over: nothing that follows counts.
     """
 
     def __init__(self, n_indent: int, seconds: float | None) -> None:
-        self.over = False
+        self.over = False  # nothing that follows counts
         self._n_indent = n_indent
         self._seconds = seconds
         self._started: float | None = None
@@ -128,57 +123,48 @@ class LineRules:
 MAX_WINDOWS, MAX_CHARACTERS = 64, 1 << 18
 """Editors whose windows are remembered, the latest, and the longest window [characters]: 16 MB together."""
 
-HEAD_CHARACTERS = 200
-"""Of a window's beginning, looked for in the one before: some five lines."""
+HEAD_CHARACTERS = 200  # of a window's beginning, looked for in the one before: some five lines
 
-MOST_WINDOWS = 2
-"""A prompt grows to so many windows; then it begins anew with the one that was sent."""
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    task: asyncio.Task[Any]
-    superseded: bool = False
+MOST_WINDOWS = 2  # a prompt grows to so many windows; then it begins anew with the one that was sent
 
 
 class Slots:
     """Which request has which slot. Used from the event loop only."""
 
     def __init__(self) -> None:
-        self._turns: dict[int, _Turn] = {}
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._superseded = set[asyncio.Task[Any]]()
 
     @contextmanager
     def newest(self, slot: int | None) -> Iterator[None]:
-        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled.
-
-        Raises:
-            ApiError: a newer request took the slot.
-        """
+        """Within the block the task has the slot (None: one of its own); the one that had it before is cancelled, which
+        is an ``ApiError`` there."""
         if slot is None:
             yield
             return
         task = asyncio.current_task()
         assert task is not None
-        if older := self._turns.get(slot):
-            older.superseded = True
-            older.task.cancel()
-        turn = self._turns[slot] = _Turn(task)
+        if older := self._tasks.get(slot):
+            self._superseded.add(older)
+            older.cancel()
+        self._tasks[slot] = task
         try:
             yield
         except asyncio.CancelledError:
             # As asyncio.timeout does it: only if the task was cancelled here alone.
-            if turn.superseded and task.uncancel() == 0:
+            if task in self._superseded and task.uncancel() == 0:
                 raise ApiError(409, f"a newer request took slot {slot}", code="superseded") from None
             raise
         finally:
-            if self._turns.get(slot) is turn:  # a newer request may have had it, and be gone already
-                del self._turns[slot]
+            self._superseded.discard(task)
+            if self._tasks.get(slot) is task:  # a newer request may have had it, and be gone already
+                del self._tasks[slot]
 
 
 class Windows:
     """What each editor showed before the cursor, from as far up as it was read. Thread-safe.
 
-    A window without a slot continues the one without a slot that it overlaps with most.
+    A window without a slot continues the latest one without a slot that it overlaps with.
     """
 
     def __init__(self) -> None:
@@ -191,22 +177,16 @@ class Windows:
         if not prefix or (slot is None and len(prefix) < HEAD_CHARACTERS):  # so little may stand in any text
             return prefix
         with self._changing:
-            key = self._most_alike(prefix) if slot is None else slot
+            key = slot
+            if key is None:
+                others = (n for n, before in reversed(self._shown.items()) if n < 0 and _place(before, prefix) >= 0)
+                key = next(others, next(self._unnamed))
             whole = join(self._shown.pop(key, ""), prefix)
             if len(whole) <= MAX_CHARACTERS:
                 self._shown[key] = whole
             if len(self._shown) > MAX_WINDOWS:
                 del self._shown[next(iter(self._shown))]
         return whole
-
-    def _most_alike(self, prefix: str) -> int:
-        found, most = None, 0
-        for key, before in self._shown.items():
-            if key < 0 and (start := _place(before, prefix)) >= 0:
-                overlap = _n_alike(before[start:], prefix)
-                if overlap > most:
-                    found, most = key, overlap
-        return next(self._unnamed) if found is None else found
 
 
 def join(before: str, prefix: str) -> str:
@@ -220,22 +200,8 @@ def join(before: str, prefix: str) -> str:
 def _place(before: str, prefix: str) -> int:
     """Where in an earlier window this one begins, with at least half of what follows in common; -1 if nowhere."""
     start = before.find(prefix[:HEAD_CHARACTERS])
-    if start < 0:
-        return -1
     half = min(len(before) - start, len(prefix)) // 2
-    return start if before.startswith(prefix[:half], start) else -1
-
-
-def _n_alike(one: str, other: str) -> int:
-    """Length of the common prefix of two texts, by halving."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return start if start >= 0 and before.startswith(prefix[:half], start) else -1
 
 
 class InfillAnswer(ApiAnswer):
@@ -271,8 +237,8 @@ class InfillAnswer(ApiAnswer):
         yield from self._told("" if self._rules.over else self._rules.push(delta.text))
 
     def done(self, index: int, delta: Delta, finish_reason: str) -> Iterator[bytes]:
-        text = "" if self._rules.over else self._rules.push(delta.text)
-        yield from self._told(text + self._rules.finish())
+        yield from self.read(index, delta)
+        yield from self._told(self._rules.finish())
 
     def _told(self, text: str) -> Iterator[bytes]:
         self._content += text
@@ -286,41 +252,40 @@ class InfillAnswer(ApiAnswer):
         return self._last(self._content)
 
     def _frame(self, content: str) -> dict[str, Any]:
-        return {"index": 0, "content": content, "id_slot": -1 if (slot := self._body.slot) is None else slot} | {
-            "stop": False
-        }
+        return {"index": 0, "content": content, "id_slot": self._body.id_slot, "stop": False}
 
     def _last(self, content: str) -> dict[str, Any]:
-        llm, params, reply, n_prompt = self.service.llm, self._params, self._reply, self._n_prompt
-        n_said = reply.stats.completion_tokens if reply else 0
-        settings: dict[str, Any] = {
-            "n_ctx": llm.n_ctx,
-            "n_predict": -1 if params.max_tokens is None else params.max_tokens,
-        }
-        settings |= {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-        answer = self._frame(content) | {
-            "stop": True,
-            "model": self.service.names[0],
-            "tokens_predicted": n_said,
-            "tokens_evaluated": n_prompt,
-            "tokens_cached": n_prompt + n_said if reply else 0,
-            "truncated": reply is not None and n_prompt + n_said >= llm.n_ctx,
-            "has_new_line": "\n" in self._content,
-            "stop_type": self._stop_type(),
-            "generation_settings": settings | {"stop": list(params.stop)},
-            "timings": _timings(reply),
-            "localspec": self.figures(),
-        }
-        return self._picked(answer)
-
-    @property
-    def _reply(self) -> Reply | None:
-        return self.replies[0] if self.replies else None
+        llm, params, n_prompt = self.service.llm, self._params, self._n_prompt
+        stats = self.replies[0].stats if self.replies else SpecStats()
+        n = n_prompt + stats.completion_tokens if self.replies else 0
+        return self._picked(
+            self._frame(content)
+            | {
+                "stop": True,
+                "model": self.service.names[0],
+                "tokens_predicted": stats.completion_tokens,
+                "tokens_evaluated": n_prompt,
+                "tokens_cached": n,
+                "truncated": n >= llm.n_ctx,
+                "has_new_line": "\n" in self._content,
+                "stop_type": self._stop_type(),
+                "generation_settings": {
+                    "n_ctx": llm.n_ctx,
+                    "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+                    "temperature": params.temperature,
+                    "top_k": params.top_k,
+                    "top_p": params.top_p,
+                    "stop": list(params.stop),
+                },
+                "timings": _timings(stats),
+                "localspec": self.figures(),
+            }
+        )
 
     def _stop_type(self) -> str:
-        reply = self._reply
-        if reply is None:
+        if not self.replies:
             return "none"
+        reply = self.replies[0]
         if self._rules.over or reply.finish_reason != "stop":  # the engine may have been ahead, and done
             return "limit"
         return "eos" if reply.token_ids and reply.token_ids[-1] in self.service.llm.vocab.eog else "word"
@@ -341,20 +306,14 @@ class InfillAnswer(ApiAnswer):
 _MISSING = object()
 
 
-def _timings(reply: Reply | None) -> dict[str, float | int]:
+def _timings(stats: SpecStats) -> dict[str, float | int]:
     """Under llama-server's names; ``draft_n`` and ``draft_n_accepted`` are draft tokens sent to the target."""
-    if reply is None:
-        n_prompt = n_cached = n_said = n_draft = n_accepted = 0
-        prompt_ms = said_ms = 0.0
-    else:
-        stats = reply.stats
-        n_cached, n_said = stats.cached_tokens, stats.completion_tokens
-        n_prompt = stats.prompt_tokens - n_cached
-        n_draft, n_accepted = stats.num_draft_tokens, stats.num_accepted_tokens
-        prompt_ms = stats.seconds_prompt * 1e3
-        said_ms = (stats.seconds_draft + stats.seconds_verify + stats.seconds_other) * 1e3
-    timings: dict[str, float | int] = {"cache_n": n_cached}
-    for name, n, ms in (("prompt", n_prompt, prompt_ms), ("predicted", n_said, said_ms)):
-        timings |= {f"{name}_n": n, f"{name}_ms": ms}
-        timings |= {f"{name}_per_token_ms": ms / n if n else 0.0, f"{name}_per_second": n / ms * 1e3 if ms else 0.0}
-    return timings | {"draft_n": n_draft, "draft_n_accepted": n_accepted}
+    timings: dict[str, float | int] = {"cache_n": stats.cached_tokens}
+    for name, n, seconds in (
+        ("prompt", stats.prompt_tokens - stats.cached_tokens, stats.seconds_prompt),
+        ("predicted", stats.completion_tokens, stats.seconds_draft + stats.seconds_verify + stats.seconds_other),
+    ):
+        timings |= {f"{name}_n": n, f"{name}_ms": seconds * 1e3}
+        timings[f"{name}_per_token_ms"] = seconds * 1e3 / n if n else 0.0
+        timings[f"{name}_per_second"] = n / seconds if seconds else 0.0
+    return timings | {"draft_n": stats.num_draft_tokens, "draft_n_accepted": stats.num_accepted_tokens}

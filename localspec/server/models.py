@@ -9,6 +9,8 @@ import re
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, Info, Metric, generate_latest
@@ -28,10 +30,10 @@ from localspec.server.access import READS_TEXTS, SEES_OTHERS, Address, Client, c
 from localspec.server.bodies import Body, Flag, read
 from localspec.server.embeddings import EmbeddingService
 from localspec.server.events import EventStream, while_connected
-from localspec.server.hosting import Host, HostedModel
+from localspec.server.hosting import Host, HostedModel, fills
 from localspec.server.http import ApiError, invalid
 from localspec.server.ollama import WIRE, line, timestamp
-from localspec.server.service import Metrics, Service
+from localspec.server.service import Service
 from localspec.system.machine import CPUTimes
 
 OLLAMA_VERSION = "0.9.0"
@@ -59,11 +61,11 @@ class OllamaPullBody(OllamaShowBody):
     stream: Flag = True
 
 
+@dataclasses.dataclass
 class ModelEndpoints:
     """What is served, and how it does."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    host: Host
 
     def addresses(self) -> list[Address]:
         return [
@@ -79,7 +81,7 @@ class ModelEndpoints:
         ]
 
     def _named(self, name: str, model: HostedModel, client: Client) -> dict[str, Any]:
-        created = self._host.started
+        created = self.host.started
         return {
             "id": name,
             "object": "model",
@@ -92,7 +94,7 @@ class ModelEndpoints:
         }
 
     async def models(self, request: Request) -> Response:
-        client, host = client_of(request), self._host
+        client, host = client_of(request), self.host
         # Of a server of one model every name counts; of several, each has one that answers call it.
         there = [model for model in host.models if not model.deleted]
         shown = [(name, model) for model in there for name in (model.names if model.fixed else model.names[:1])]
@@ -102,25 +104,25 @@ class ModelEndpoints:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        return JSONResponse(self._named(name, self._host.known(name), client_of(request)))
+        return JSONResponse(self._named(name, self.host.known(name), client_of(request)))
 
     async def load(self, request: Request) -> Response:
         """llama-server's: load a model, and answer when it is."""
-        model = await _asked(self._host, request)
-        (await while_connected(request.receive, self._host.ending, self._host.take(model)))()
+        model = await _asked(self.host, request)
+        (await while_connected(request.receive, self.host.ending, self.host.take(model)))()
         return JSONResponse({"success": True})
 
     async def unload(self, request: Request) -> Response:
         """llama-server's: unload a model, once it is idle."""
-        model = await _asked(self._host, request)
+        model = await _asked(self.host, request)
         if model.fixed:
             raise ApiError(400, f"{model.names[0]} is all that this server has, and stays", code="model_stays")
-        self._host.leave(model)
+        self.host.leave(model)
         return JSONResponse({"success": True})
 
     async def all(self, request: Request) -> Response:
         """For the page: the models, what fits, what is loaded, and what could be fetched."""
-        host, client = self._host, client_of(request)
+        host, client = self.host, client_of(request)
         shown = [model for model in host.models if not model.deleted]
         models = [
             {
@@ -129,7 +131,7 @@ class ModelEndpoints:
                 "doing": model.doing[0] if model.state == "loading" else "",
                 "fraction": model.doing[1] if model.state == "loading" else None,
                 "size": model.file.n_bytes,
-                "needed": model.needed,
+                "needed": model.plan.needed,
                 "fits": host.fits(model),
                 "embeds": model.file.embeds,
                 "error": model.error,
@@ -137,21 +139,23 @@ class ModelEndpoints:
             }
             for model in shown
         ]
-        found: dict[str, Any] = {"models": models, "several": host.may_change}
-        if host.may_change:
+        found: dict[str, Any] = {"models": models, "several": host.only is None}
+        if host.only is None:
             found["memory"] = {"limit": host.memory, "taken": host.memory - host.room}
             found["gpu_memory"] = {"limit": host.gpu_memory, "taken": host.gpu_memory - host.gpu_room}
             found["fetches"], room = client.reads_texts, host.memory + host.gpu_memory
+            catalog = Catalog.load() if client.reads_texts else {}
+            heads = {name for entry in catalog.values() for name in entry.heads}  # which come with their models
             found["catalog"] = [
                 {"name": entry.name, "size": entry.bytes, "fits": ROOM * entry.bytes <= room, "note": entry.note}
-                for entry in _fetchable()
-                if client.reads_texts
+                for entry in catalog.values()
+                if not entry.present and entry.name not in heads
             ]
         return JSONResponse(found)
 
     async def response(self, request: Request) -> Response:
         """Return, or delete, an answer of ``/v1/responses`` that is kept."""
-        name, kept = request.path_params["id"], self._host.responses
+        name, kept = request.path_params["id"], self.host.responses
         stored = responses.stored_response(kept, client_of(request), name)
         if request.method != "DELETE":
             return await asyncio.to_thread(JSONResponse, stored.response)
@@ -160,16 +164,19 @@ class ModelEndpoints:
 
     async def stats(self, request: Request) -> Response:
         """Figures of the model that ``?model=`` names, by default of the first that is loaded."""
-        client, host = client_of(request), self._host
-        model = self._host.known(name) if (name := request.query_params.get("model")) else _usual(host)
+        client, host = client_of(request), self.host
+        texts = [model for model in host.models if not model.file.embeds]
+        usual = next((model for model in texts if model.state == "loaded"), texts[0] if texts else None)
+        model = host.known(name) if (name := request.query_params.get("model")) else usual
         if model is None:
             return JSONResponse({"model": None, "version": __version__, "loaded": False})
+        stats: dict[str, Any] = {"model": model.names[0], "version": __version__}
         if not isinstance(model.service, Service):
-            return JSONResponse(_unloaded_stats(model))
+            stats |= {"loaded": False, "embeds": model.file.embeds, "backend": None, "drafters": []}
+            stats |= {"context": model.plan.load.n_ctx, "thinks": False, "parallel": {"parallel": 1}}
+            return JSONResponse(stats)
         service, llm = model.service.seen_by(client), model.service.llm
-        stats: dict[str, Any] = {
-            "model": service.names[0],
-            "version": __version__,
+        stats |= {
             "loaded": True,
             "backend": llm.backend_name,
             "drafters": list(service.drafters),
@@ -188,20 +195,29 @@ class ModelEndpoints:
         return JSONResponse(stats)
 
     async def metrics(self, request: Request) -> Response:
-        host, registry = self._host, CollectorRegistry()
-        client = client_of(request)
-        if (only := host.only) is not None:
-            registry.register(only.metrics)
-            if isinstance(only.service, Service):
-                _register(registry, only.service.seen_by(client), host.started)
-        else:
+        host, registry = self.host, CollectorRegistry()
+        gauges: list[tuple[str, str, float]] = [("uptime_seconds", "Since the start.", time.time() - host.started)]
+        if (only := host.only) is None:
             registry.register(OfModels(host))
-            for name, about, value in (
+            gauges += [
                 ("memory_limit_bytes", "What the models may take.", host.memory),
                 ("gpu_memory_limit_bytes", "What they may take of GPUs of their own memory.", host.gpu_memory),
-                ("uptime_seconds", "Since the start.", time.time() - host.started),
-            ):
-                Gauge(f"localspec_{name}", about, registry=registry).set(value)
+            ]
+        else:
+            registry.register(only.metrics)
+            if isinstance(only.service, Service):
+                service, llm = only.service.seen_by(client_of(request)), only.service.llm
+                names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
+                about = names | {"draft": ",".join(service.drafters)}
+                Info("localspec", "What is served.", registry=registry).info(about)
+                gauges += [
+                    ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
+                    ("requests_waiting", "Requests in the queue.", llm.queue_length),
+                    ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
+                    ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
+                ]
+        for name, documentation, value in gauges:
+            Gauge(f"localspec_{name}", documentation, registry=registry).set(value)
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
@@ -211,71 +227,31 @@ async def _asked(host: Host, request: Request) -> HostedModel:
         return host.known(read(OllamaShowBody, body).asked)
 
 
-def _register(registry: CollectorRegistry, service: Service, started: float) -> None:
-    llm = service.llm
-    names = {"version": __version__, "model": service.names[0], "backend": llm.backend_name}
-    Info("localspec", "What is served.", registry=registry).info(names | {"draft": ",".join(service.drafters)})
-    for name, about, value in (
-        ("requests_running", "Requests being answered.", llm.parallel_info()["running"]),
-        ("requests_waiting", "Requests in the queue.", llm.queue_length),
-        ("queue_limit", "Most requests that may wait.", llm.max_queue or 0),
-        ("plain_tokens_per_second", "Expected speed without drafting.", llm.plain_tokens_per_second),
-        ("uptime_seconds", "Since the start.", time.time() - started),
-    ):
-        Gauge(f"localspec_{name}", about, registry=registry).set(value)
-
-
+@dataclasses.dataclass(eq=False)
 class OfModels(Collector):
     """The metrics of all models of a server, each sample with the ``model`` that it is of."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    host: Host
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for name, metrics in self._all():
-            for family in (*metrics.collect(), *self._gauges(name)):
+        host, families = self.host, dict[str, Metric]()
+        of_models = [(model.names[0], (*model.metrics.collect(), *_gauges(model))) for model in host.models]
+        for name, found in (("", host.metrics.collect()), *of_models):
+            for family in found:
                 kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                kept.samples += [
-                    Sample(each.name, {"model": name} | each.labels, each.value) for each in family.samples
-                ]
+                kept.samples += (Sample(one.name, {"model": name} | one.labels, one.value) for one in family.samples)
         yield from families.values()
 
-    def _all(self) -> Iterable[tuple[str, Metrics]]:
-        return [("", self._host.metrics), *((model.names[0], model.metrics) for model in self._host.models)]
 
-    def _gauges(self, name: str) -> Iterator[Metric]:
-        model = self._host.named(name) if name else None
-        if model is None:
-            return
-        for stem, about, value in (
-            ("model_loaded", "Whether the model is loaded.", float(model.state == "loaded")),
-            ("model_memory_bytes", "Memory that it is counted with.", float(model.taken)),
-            ("model_gpu_memory_bytes", "The same of GPUs of their own memory.", float(model.taken_gpu)),
-            ("model_requests_running", "Requests that it answers.", float(model.n_uses)),
-            ("model_requests_waiting", "Requests that wait until it is loaded.", float(model.n_waiting)),
-        ):
-            yield GaugeMetricFamily(f"localspec_{stem}", about, value=value)
-
-
-def _usual(host: Host) -> HostedModel | None:
-    """The model whose figures are shown where none is named."""
-    known = [model for model in host.models if not model.file.embeds]
-    return next((model for model in known if model.state == "loaded"), known[0] if known else None)
-
-
-def _unloaded_stats(model: HostedModel) -> dict[str, Any]:
-    return {
-        "model": model.names[0],
-        "version": __version__,
-        "loaded": False,
-        "embeds": model.file.embeds,
-        "backend": None,
-        "drafters": [],
-        "context": model.plan.load.n_ctx,
-        "thinks": False,
-        "parallel": {"parallel": 1},
-    }
+def _gauges(model: HostedModel) -> Iterator[Metric]:
+    for stem, about, value in (
+        ("loaded", "Whether the model is loaded.", model.state == "loaded"),
+        ("memory_bytes", "Memory that it is counted with.", model.taken),
+        ("gpu_memory_bytes", "The same of GPUs of their own memory.", model.taken_gpu),
+        ("requests_running", "Requests that it answers.", model.n_uses),
+        ("requests_waiting", "Requests that wait until it is loaded.", model.n_waiting),
+    ):
+        yield GaugeMetricFamily(f"localspec_model_{stem}", about, value=float(value))
 
 
 def _about(model: HostedModel, client: Client) -> dict[str, Any]:
@@ -290,27 +266,18 @@ def _about(model: HostedModel, client: Client) -> dict[str, Any]:
     return {"context": service.llm.n_ctx, "backend": service.llm.backend_name, "draft": drafters}
 
 
-def _fetchable() -> list[Entry]:
-    """Models of the catalogue that are not on the disk; heads come with their models."""
-    catalog = Catalog.load()
-    heads = {name for entry in catalog.values() for name in entry.heads}
-    return [entry for entry in catalog.values() if not entry.present and entry.name not in heads]
-
-
 # What Ollama's clients ask about models, and have done with them.
 
 _PATH = re.compile(r"(?:[A-Za-z]:)?(?:~|\.{1,2})?[\\/][^\n]*")
 
-SECONDS_BETWEEN = 0.1
-"""Between two lines that tell how far a fetch is."""
+SECONDS_BETWEEN = 0.1  # between two lines that tell how far a fetch is
 
 
+@dataclasses.dataclass
 class OllamaModels:
     """The endpoints."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._headers: dict[tuple[str, float], dict[str, Any]] = {}
+    host: Host
 
     def addresses(self) -> list[Address]:
         # Only this computer decides what is on its disk.
@@ -324,33 +291,8 @@ class OllamaModels:
         ]
 
     def _header(self, model: HostedModel) -> dict[str, Any]:
-        """What the file's header says, as Ollama has it."""
-        path = model.file.path
-        modified = path.stat().st_mtime
-        found = self._headers.get((str(path), modified))
-        if found is None:
-            with GGUFFile(path) as file:
-                scalars = {name: _scalar(value) for name, value in file.metadata.items()}
-                found = {
-                    "details": {
-                        "parent_model": "",
-                        "format": "gguf",
-                        "family": file.architecture,
-                        "families": [file.architecture],
-                        "parameter_size": _rounded(file.n_params),
-                        "quantization_level": file.quantization,
-                    },
-                    "model_info": scalars | {"general.parameter_count": file.n_params},
-                    "license": str(file.metadata.get("general.license", "")),
-                    "template": str(file.metadata.get("tokenizer.chat_template", "")),
-                    "modified_at": timestamp(modified),
-                    # Clients want 64 digits that tell files apart; reading all of a large file takes a minute.
-                    "digest": fingerprint(path) * 2,
-                }
-            self._headers[str(path), modified] = found
-        if model.llm is not None:
-            found = found | {"template": model.llm.template.source}
-        return found
+        found = _header(model.file.path, model.file.path.stat().st_mtime)
+        return found | ({} if model.llm is None else {"template": model.llm.template.source})
 
     async def _listed(self, models: Iterable[HostedModel]) -> list[dict[str, Any]]:
         listed = []
@@ -365,18 +307,18 @@ class OllamaModels:
         return listed
 
     async def tags(self, request: Request) -> Response:
-        return JSONResponse({"models": await self._listed(self._host.models)})
+        return JSONResponse({"models": await self._listed(self.host.models)})
 
     async def ps(self, request: Request) -> Response:
         found = []
-        for model in [model for model in self._host.models if model.state == "loaded"]:
+        for model in [model for model in self.host.models if model.state == "loaded"]:
             service = model.service
             n_ctx = model.llm.n_ctx if model.llm is not None else model.plan.load.n_ctx
             own: dict[str, Any] = {"context_length": n_ctx}
             if not model.fixed:
                 on_gpu = isinstance(service, Service) and service.llm.inspect().target.capabilities.device == "gpu"
                 size = model.taken + model.taken_gpu
-                vram = size if on_gpu and not self._host.gpu_memory else model.taken_gpu  # else it is all one memory
+                vram = size if on_gpu and not self.host.gpu_memory else model.taken_gpu  # else it is all one memory
                 expires = timestamp(model.expires or (_IN_A_CENTURY if model.keep is None else time.time()))
                 own |= {"size": size, "size_vram": vram, "expires_at": expires}
             for listed in await self._listed([model]):
@@ -384,11 +326,11 @@ class OllamaModels:
         return JSONResponse({"models": found})
 
     async def show(self, request: Request) -> Response:
-        model = await _asked(self._host, request)
+        model = await _asked(self.host, request)
         try:
             header = await asyncio.to_thread(self._header, model)
         except OSError:
-            raise self._host.no_model(model.names[0]) from None
+            raise self.host.no_model(model.names[0]) from None
         header = {key: value for key, value in header.items() if key != "digest"}
         defaults = "\n".join(f"{k} {value}" for k, value in Catalog.load().chat_defaults(model.file.path).items())
         own = {"modelfile": f"FROM {model.names[0]}\n", "parameters": defaults}
@@ -398,12 +340,12 @@ class OllamaModels:
         if model.file.embeds:
             return ["embedding"]
         thinks = model.llm.thinking is not None if model.llm is not None else "</think>" in template
-        more = {"insert": await self._host.fills(model), "thinking": thinks}
+        more = {"insert": await asyncio.to_thread(fills, model.file.path), "thinking": thinks}
         return ["completion", "tools", *(name for name, can in more.items() if can)]
 
     async def pull(self, request: Request) -> Response:
         """Fetch a model; it is served from then on. A client that leaves stops it, and what arrived is kept."""
-        async with self._host.bodies.json(request) as body:
+        async with self.host.bodies.json(request) as body:
             asked = read(OllamaPullBody, body)
         self._check_may_change()
         try:
@@ -411,30 +353,23 @@ class OllamaModels:
         except UnknownModel as error:  # which says what is near
             raise ApiError(404, str(error), param="model", code="model_not_found") from None
         if asked.stream:
-
-            async def lines() -> AsyncGenerator[bytes, None]:
-                async with aclosing(self._fetched(entry)) as steps:
-                    async for step in steps:
-                        yield line(step)
-
-            return EventStream(lines(), self._host.ending, WIRE)
+            return EventStream(self._fetched(entry), self.host.ending, WIRE)
 
         async def whole() -> dict[str, Any]:
-            last: dict[str, Any] = {}
             async with aclosing(self._fetched(entry)) as steps:
-                async for step in steps:
-                    last = step
-            return last
+                async for _ in steps:
+                    pass
+            return {"status": "success"}
 
-        return JSONResponse(await while_connected(request.receive, self._host.ending, whole()))
+        return JSONResponse(await while_connected(request.receive, self.host.ending, whole()))
 
     def _check_may_change(self) -> None:
-        if not self._host.may_change:
+        if self.host.only is not None:
             message = "this server has one model, named at its start: localspec serve without a name has all"
             raise ApiError(400, message, code="one_model")
 
-    async def _fetched(self, entry: Entry) -> AsyncGenerator[dict[str, Any], None]:
-        """Fetch an entry, with what Ollama tells meanwhile."""
+    async def _fetched(self, entry: Entry) -> AsyncGenerator[bytes, None]:
+        """Fetch an entry, with the lines that Ollama sends meanwhile."""
         loop, steps = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
         digest = f"sha256:{entry.sha256 or entry.name}"
         left, told = False, 0.0
@@ -455,22 +390,22 @@ class OllamaModels:
             finally:
                 loop.call_soon_threadsafe(steps.put_nowait, None)
 
-        yield {"status": "pulling manifest"}
+        yield line({"status": "pulling manifest"})
         fetching = asyncio.ensure_future(asyncio.to_thread(fetch))
         try:
             while (step := await steps.get()) is not None:
-                yield step
+                yield line(step)
             await fetching
         finally:
             left = True
             await asyncio.gather(fetching, return_exceptions=True)
-        self._host.add(entry.name)
+        self.host.add(entry.name)
         for status in ("verifying sha256 digest", "writing manifest", "success"):
-            yield {"status": status}
+            yield line({"status": status})
 
     async def delete(self, request: Request) -> Response:
         self._check_may_change()
-        await self._host.delete(await _asked(self._host, request))
+        await self.host.delete(await _asked(self.host, request))
         return Response(status_code=200)
 
     async def version(self, request: Request) -> Response:
@@ -479,6 +414,29 @@ class OllamaModels:
 
 _IN_A_CENTURY = time.time() + 100 * 365.25 * 24 * 3600
 """When a model expires that stays: Ollama's clients take it for never."""
+
+
+@lru_cache(256)
+def _header(path: Path, modified: float) -> dict[str, Any]:
+    """What a file's header says, as Ollama has it."""
+    with GGUFFile(path) as file:
+        scalars = {name: _scalar(value) for name, value in file.metadata.items()}
+        return {
+            "details": {
+                "parent_model": "",
+                "format": "gguf",
+                "family": file.architecture,
+                "families": [file.architecture],
+                "parameter_size": _rounded(file.n_params),
+                "quantization_level": file.quantization,
+            },
+            "model_info": scalars | {"general.parameter_count": file.n_params},
+            "license": str(file.metadata.get("general.license", "")),
+            "template": str(file.metadata.get("tokenizer.chat_template", "")),
+            "modified_at": timestamp(modified),
+            # Clients want 64 digits that tell files apart; reading all of a large file takes a minute.
+            "digest": fingerprint(path) * 2,
+        }
 
 
 def _scalar(value: Any) -> Any:

@@ -120,8 +120,8 @@ class OllamaBody(StayingBody, ApiBody):
     think: (
         Annotated[str | bool, must_be("true, false or an effort", lambda value: isinstance(value, str | bool))] | None
     ) = None
-    prediction: Prediction | None = None
-    localspec: OwnFields | None = None
+    prediction: Prediction = Prediction()
+    localspec: OwnFields = OwnFields()
 
     def job_options(self, served: ServedModel, **more: Any) -> tuple[SamplingParams, dict[str, Any]]:
         form: Any = None
@@ -129,10 +129,8 @@ class OllamaBody(StayingBody, ApiBody):
             form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.format}}
         elif self.format:
             form = {"type": "json_object"}
-        given, own = self.options, dict[str, Any]()
-        for name in ("prediction", "localspec"):
-            if (value := getattr(self, name)) is not None:
-                own[name] = value
+        given = self.options
+        own: dict[str, Any] = {n: getattr(self, n) for n in ("prediction", "localspec") if n in self.model_fields_set}
         if given.repeat_last_n == -1:  # all of the text
             own["repeat_last_n"] = MAX_COUNT
         return given.model_copy(update=own).job_options(
@@ -220,9 +218,9 @@ class OllamaChat(BlockAnswer):
         if thinking:
             message["thinking"] = thinking
         if calls:
-            functions = [{"index": i, "name": call.name, "arguments": call.arguments} for i, call in enumerate(calls)]
             message["tool_calls"] = [
-                {"id": call.id, "function": function} for call, function in zip(calls, functions, strict=True)
+                {"id": call.id, "function": {"index": i, "name": call.name, "arguments": call.arguments}}
+                for i, call in enumerate(calls)
             ]
         return {"message": message}
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from localspec.sampling.sampling import SamplingParams
 from localspec.server.answers import ApiAnswer, prompt_progress
-from localspec.server.bodies import (
-    Body,
-    Flag,
-    items,
-    must_be,
-    read,
-    whole,
-    wrong,
-)
+from localspec.server.bodies import Body, Flag, are_tokens, items, must_be, read, whole, wrong
 from localspec.server.events import event
 from localspec.server.http import invalid
 from localspec.server.requests import (
@@ -70,7 +63,7 @@ class OpenAIBody(ApiBody, Shared):
 
     stop: Stops | None = None
     stream: Flag = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, whole(1, MAX_CHOICES)] = 1
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -79,15 +72,11 @@ class OpenAIBody(ApiBody, Shared):
     return_progress: Flag = False
 
     @property
-    def events(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()
-
-    @property
     def tells_loading(self) -> bool:
-        return self.events.localspec_rounds
+        return self.stream_options.localspec_rounds
 
     def job_options(self, served: ServedModel, **more: Any) -> tuple[SamplingParams, dict[str, Any]]:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise invalid("stream_options needs stream: true", "stream_options")
         bounds = (self.max_completion_tokens, self.n_predict, self.max_tokens)  # the first one that says something
         return super().job_options(
@@ -132,7 +121,7 @@ class AllowedTools(Body):
 class ToolChoice(Body):
     type: str | None = None
     function: Function | None = None
-    allowed_tools: AllowedTools | None = None
+    allowed_tools: AllowedTools = AllowedTools()
 
 
 class ChatBody(OpenAIBody):
@@ -185,8 +174,7 @@ class ChatBody(OpenAIBody):
         if isinstance(choice, dict):
             given = read(ToolChoice, choice, "tool_choice")
             if given.type == "allowed_tools":
-                some = given.allowed_tools or AllowedTools()
-                choice, allowed = some.mode, [tool.function.name for tool in some.tools]
+                choice, allowed = given.allowed_tools.mode, [tool.function.name for tool in given.allowed_tools.tools]
             elif given.function is None:
                 raise invalid("tool_choice.function is missing", "tool_choice")
             else:
@@ -223,38 +211,23 @@ class CompletionBody(OpenAIBody):
     def _prompts(self, n_vocab: int) -> list[str | list[int]]:
         """A text, several, token ids, or several lists of them."""
         prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt, list) and prompt:
-            if all(isinstance(item, str) for item in prompt):
-                return list(prompt)
-            if _are_tokens(prompt, n_vocab):
-                return [prompt]
-            if all(isinstance(item, list) and item and _are_tokens(item, n_vocab) for item in prompt):
-                return list(prompt)
+        several = prompt if isinstance(prompt, list) and not are_tokens(prompt, n_vocab) else [prompt]
+        are_texts = all(isinstance(each, str) for each in several)
+        if are_texts or all(each and are_tokens(each, n_vocab) for each in several):
+            return list(several)
         raise wrong("prompt", f"a string, strings, or token ids under {n_vocab}", prompt)
-
-
-def _are_tokens(ids: list[Any], n_vocab: int) -> bool:
-    return all(isinstance(id, int) and not isinstance(id, bool) and 0 <= id < n_vocab for id in ids)
 
 
 # What is answered.
 
 
 class OpenAIAnswer(ApiAnswer):
-    """Chunks of one or several choices.
+    """Chunks of one or several choices."""
 
-    Attributes:
-        prefix: of the identifier, as OpenAI has it.
-        kind, chunk_kind: ``object`` of a whole answer, and of a piece of one.
-        nothing: what the last chunk of a choice says, apart from the reason.
-    """
-
-    prefix: ClassVar[str]
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
-    nothing: ClassVar[dict[str, Any]]
+    prefix: ClassVar[str]  # of the identifier
+    kind: ClassVar[str]  # ``object`` of a whole answer
+    chunk_kind: ClassVar[str]  # and of a piece of one
+    nothing: ClassVar[dict[str, Any]]  # what the last chunk of a choice says, apart from the reason
 
     def __init__(self, service: Service, body: OpenAIBody) -> None:
         self.asked = body.asked(service.served())
@@ -277,7 +250,7 @@ class OpenAIAnswer(ApiAnswer):
         """All that the chunks of a choice said."""
 
     def progress(self, index: int, progress: PromptProgress) -> Iterator[bytes]:
-        if self.body.events.localspec_rounds:
+        if self.body.stream_options.localspec_rounds:
             yield from self._opened(index)
             yield self._chunk({"localspec": {"choice": index, "prompt": progress.as_event()}}, PROMPT_EVENT)
         if self.body.return_progress and progress.reader == "target":
@@ -287,7 +260,7 @@ class OpenAIAnswer(ApiAnswer):
 
     def read(self, index: int, delta: Delta, round_: Round | None = None) -> Iterator[bytes]:
         yield from self._opened(index)
-        if round_ is not None and self.body.events.localspec_rounds:
+        if round_ is not None and self.body.stream_options.localspec_rounds:
             # OpenAI's clients do not look at an event's name, so it is also a chunk without choices.
             yield self._chunk({"localspec": {"choice": index, "round": round_.as_event()}}, ROUND_EVENT)
         self._deltas[index].append(delta)
@@ -307,14 +280,14 @@ class OpenAIAnswer(ApiAnswer):
                 yield self._piece(index, piece)
 
     def _piece(self, index: int, piece: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        usage = {"usage": None} if self.body.events.include_usage else {}
+        usage = {"usage": None} if self.body.stream_options.include_usage else {}
         return self._chunk({"choices": [_choice(index, piece, finish_reason)]} | usage)
 
     def _chunk(self, content: dict[str, Any], name: str | None = None) -> bytes:
         return event(self._frame(self.chunk_kind) | {"choices": []} | content, name)
 
     def end(self) -> Iterator[bytes]:
-        if self.body.events.include_usage or self.body.events.localspec_rounds:
+        if self.body.stream_options.include_usage or self.body.stream_options.localspec_rounds:
             yield self._chunk({"usage": self._usage(), "localspec": self.figures()})
 
     def finished(self) -> dict[str, Any]:
@@ -343,9 +316,7 @@ class OpenAIAnswer(ApiAnswer):
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": stats[0].cached_tokens if stats else 0, "audio_tokens": 0},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": sum(
-                    token.kind == "accepted" for reply in self.replies for token in reply.tokens
-                ),
+                "accepted_prediction_tokens": sum(each.kind == "accepted" for r in self.replies for each in r.tokens),
                 "rejected_prediction_tokens": sum(each.num_draft_tokens - each.num_accepted_tokens for each in stats),
                 "reasoning_tokens": sum(each.thinking_tokens for each in stats),
                 "audio_tokens": 0,
@@ -383,15 +354,8 @@ class ChatAnswer(OpenAIAnswer):
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.thinking:
             message["reasoning_content"] = delta.thinking
-        calls, arguments = list[dict[str, Any]](), list[list[str]]()
-        for call in delta.calls:
-            if isinstance(call, CallStart):
-                calls.append(_call(call))
-                arguments.append([])
-            else:
-                arguments[-1].append(call.text)
-        for each, said in zip(calls, arguments, strict=True):
-            each["function"]["arguments"] = "".join(said)
+        of_calls: Iterator[list[Any]] = (list(said) for _, said in groupby(delta.calls, lambda piece: piece.index))
+        calls = [_call(start, "".join(each.text for each in said)) for start, *said in of_calls]
         if calls:
             message |= {"tool_calls": calls, "content": delta.text or None}
         return {"message": message} | self._logprobs(delta)
@@ -399,12 +363,12 @@ class ChatAnswer(OpenAIAnswer):
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         if "logprobs" not in self.asked.options:
             return {}
-        return {"logprobs": {"content": [self._entry(token) for token in delta.tokens], "refusal": None}}
-
-    def _entry(self, token: EmittedToken) -> dict[str, Any]:
-        assert token.logprobs is not None
-        top = [self._named(id, logprob) for id, logprob in token.logprobs.top]
-        return self._named(token.id, token.logprobs.logprob) | {"top_logprobs": top}
+        content = []
+        for token in delta.tokens:
+            assert token.logprobs is not None
+            top = [self._named(*each) for each in token.logprobs.top]
+            content.append(self._named(token.id, token.logprobs.logprob) | {"top_logprobs": top})
+        return {"logprobs": {"content": content, "refusal": None}}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         llm = self.service.llm
@@ -412,8 +376,8 @@ class ChatAnswer(OpenAIAnswer):
         return {"token": llm.token_text(token), "logprob": finite(logprob), "bytes": raw}
 
 
-def _call(call: CallStart) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+def _call(call: Any, arguments: str = "") -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 class CompletionAnswer(OpenAIAnswer):

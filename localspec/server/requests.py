@@ -43,24 +43,15 @@ Ending = Literal["assistant", "none", "continue"]
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A chat to answer.
+    """A chat to answer; messages and tools as OpenAI has them."""
 
-    Attributes:
-        params: how tokens are chosen; the server's defaults where the request says nothing.
-        options: further keywords of ``LLM.job``.
-        messages, tools: as OpenAI has them.
-        ending: of the prompt.
-        variables: further ones of the template.
-        opening: the beginning of the answer, which stands at the prompt's end.
-    """
-
-    params: SamplingParams
-    options: dict[str, Any]
+    params: SamplingParams  # the server's defaults where the request says nothing
+    options: dict[str, Any]  # further keywords of ``LLM.job``
     messages: Sequence[Any]
     tools: ToolUse = field(default_factory=ToolUse)
     ending: Ending = "assistant"
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    opening: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template
+    opening: str = ""  # the beginning of the answer, which stands at the prompt's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +66,15 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are checked against.
+    """What requests are checked against."""
 
-    Attributes:
-        params: what holds where a request says nothing.
-        drafters: public name -> loaded name of those that may draft for the client.
-        n_vocab: how many tokens there are.
-        on_request: loaded names of those that take part only where a request names them.
-        hides: whether others are loaded, which may not draft for the client.
-        thinks: whether the model is known to think before it answers.
-        item: an item of an answer that is kept, by its id.
-    """
-
-    params: SamplingParams
-    drafters: Mapping[str, str]
+    params: SamplingParams  # what holds where a request says nothing
+    drafters: Mapping[str, str]  # public name -> loaded name of those that may draft for the client
     n_vocab: int
-    on_request: Sequence[str] = ()
-    hides: bool = False
-    thinks: bool = False
-    item: Callable[[str], Mapping[str, Any] | None] = lambda name: None
-
-    @property
-    def usual(self) -> list[str]:
-        """Loaded names of the drafters that take part where a request names none."""
-        return [name for name in self.drafters.values() if name not in self.on_request]
+    on_request: Sequence[str] = ()  # loaded names of those that take part only where a request names them
+    hides: bool = False  # others are loaded, which may not draft for the client
+    thinks: bool = False  # the model is known to think before it answers
+    item: Callable[[str], Mapping[str, Any] | None] = lambda name: None  # of an answer that is kept, by its id
 
 
 class ApiBody(ModelBody):
@@ -106,15 +82,10 @@ class ApiBody(ModelBody):
 
     @abstractmethod
     def asked(self, served: ServedModel) -> ChatRequest | CompletionRequest:
-        """The request, checked against the model.
-
-        Raises:
-            ApiError: it makes no sense, or asks for what there is not.
-        """
+        """The request; an ``ApiError`` if it makes no sense, or asks for what the model has not."""
 
 
 # -- sampling and drafting ---------------------------------------------------------------------------------------------
-
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 Stops = Annotated[list[Stop], items(MAX_STOPS), LISTED]
@@ -148,12 +119,13 @@ class OwnFields(Body):
         open files."""
         given = [name for name in self.draft if name]
         usual = given in ([], ["auto"])
-        chosen = served.usual if usual or "auto" in given else []
+        chosen = [name for name in served.drafters.values() if name not in served.on_request]
+        if not usual and "auto" not in given:
+            chosen = []
         for name in given if given != ["none"] else ():
-            if name in served.drafters.values():
-                chosen.append(name)
-            elif name in served.drafters:
-                chosen.append(served.drafters[name])
+            loaded = name if name in served.drafters.values() else served.drafters.get(name)
+            if loaded is not None:
+                chosen.append(loaded)
             elif name != "auto":
                 there = ", ".join(served.drafters) or "none"
                 raise invalid(f"no drafter {name!r:.80} is loaded; there is {there}", "localspec.draft")
@@ -186,8 +158,8 @@ class Shared(Body):
     logit_bias: Annotated[dict[str, _Bias], _FEW_BIASES] | None = None
     grammar: str | None = None
     ignore_eos: Flag | None = None
-    prediction: Prediction | None = None
-    localspec: OwnFields | None = None
+    prediction: Prediction = Prediction()
+    localspec: OwnFields = OwnFields()
 
     def job_options(
         self,
@@ -203,14 +175,11 @@ class Shared(Body):
         """How to answer: the sampling parameters, and further keywords of ``LLM.job``.
 
         Args:
-            served: what it is checked against.
+            served: what it is checked against; an ``ApiError`` for what no single field shows to be wrong.
             stop, max_tokens: as ``SamplingParams`` has them; -1 or None tokens are the server's.
             form: OpenAI's ``response_format``; ``form_name``: the field that it comes from.
             at: where these fields stand in the request, such as ``options.``.
             more: further keywords; None is left out.
-
-        Raises:
-            ApiError: a value that no single field shows to be wrong.
         """
         given = {name: getattr(self, name) for name in _SAMPLING} | {
             "repeat_penalty": self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty,
@@ -230,8 +199,7 @@ class Shared(Body):
             name = next((name for name in given if str(error).startswith(name)), formats[0] if formats else "")
             path = form_name if name == "response_format" else name and at + name
             raise invalid(str(error).replace("response_format", form_name, 1), path or None) from None
-        prediction, own = self.prediction, self.localspec or OwnFields()
-        content = None if prediction is None else prediction.content
+        content, own = self.prediction.content, self.localspec
         where = at if "prediction" in self.sent else ""  # Ollama's top level has it too
         options = more | {
             "prediction": None if content is None else text_of(content, f"{where}prediction.content") or None,
@@ -249,19 +217,15 @@ class Shared(Body):
         return {int(key): bias or 0.0 for key, bias in self.logit_bias.items()}
 
 
-_SAMPLING = (
-    "temperature", "min_p", "presence_penalty", "frequency_penalty", "repeat_last_n", "seed", "grammar",
-)  # fmt: skip
+_SAMPLING = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "repeat_last_n", "seed", "grammar")
 
 _EFFORTS = {"none": "off", "minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts that ``THINK`` has no word for -> the nearest that it has."""
 
 Effort = Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ThinkingBudget = Annotated[int, whole(0, MAX_COUNT)]
 
 _OF_THE_SERVER = ("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token")
-
-
-ThinkingBudget = Annotated[int, whole(0, MAX_COUNT)]
 
 
 def thinking(
@@ -274,9 +238,6 @@ def thinking(
         effort: an effort; ``on``; empty is the template's own way. Models that do not think are sent it too.
         variables: ``chat_template_kwargs``, as vLLM and llama-server pass them on; some of them ask for thinking.
         think: our own field, which goes before both.
-
-    Raises:
-        ApiError: there is no such effort, or the server gives this variable.
     """
     left, path = dict(variables or {}), "chat_template_kwargs"
     for name in left:
@@ -316,8 +277,7 @@ class RefusalPart(Body):
     refusal: str
 
 
-TEXT_KINDS = ("text", "input_text", "output_text", "refusal")
-"""Types of the parts of a message that are text."""
+TEXT_KINDS = ("text", "input_text", "output_text", "refusal")  # types of the parts of a message that are text
 
 
 def text_of(value: Any, path: str, kinds: Sequence[str] = TEXT_KINDS, between: str = "") -> str:
@@ -377,14 +337,11 @@ def required_messages(messages: list[dict[str, Any]], name: str = "messages") ->
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}")
-
-ToolName = Annotated[
-    str,
-    must_be(
-        f"1 to {MAX_TOOL_NAME} letters, digits, _ . and -",
-        lambda value: isinstance(value, str) and _NAME.fullmatch(value) is not None,
-    ),
-]
+_RULE = must_be(
+    f"1 to {MAX_TOOL_NAME} letters, digits, _ . and -",
+    lambda value: isinstance(value, str) and _NAME.fullmatch(value) is not None,
+)
+ToolName = Annotated[str, _RULE]
 
 
 class Function(Body):
@@ -415,21 +372,16 @@ def tool_use(
     allowed: Sequence[str] | None = None,
     parallel: bool = True,
 ) -> ToolUse:
-    """The tools of a request.
+    """The tools of a request, as OpenAI has them; an ``ApiError`` if ``tool_choice`` asks for what there is not.
 
     Args:
-        tools: as OpenAI has them.
         choice: ``auto``, ``none`` or ``required``.
-        forced: the function that must be called.
-        allowed: the functions that may be.
+        forced: the function that must be called; ``allowed``: those that may be.
         parallel: whether there may be several calls.
-
-    Raises:
-        ApiError: ``tool_choice`` asks for what there is not.
     """
     names = [tool["function"]["name"] for tool in tools]
-    for name in (*(allowed or ()), *([] if forced is None else [forced])):
-        if name not in names:
+    for name in (*(allowed or ()), forced):
+        if name is not None and name not in names:
             raise invalid(f"tool_choice must name one of the tools, not {name!r:.80}", "tool_choice")
     if allowed is not None:
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]

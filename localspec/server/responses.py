@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -10,17 +9,7 @@ from typing import Annotated, Any, Literal
 from localspec.prompts.folding import merged
 from localspec.server.access import Client
 from localspec.server.answers import AnswerBlock, BlockAnswer, identifier
-from localspec.server.bodies import (
-    MAX_COUNT,
-    Body,
-    Flag,
-    items,
-    must_be,
-    read,
-    text_or_items,
-    whole,
-    wrong,
-)
+from localspec.server.bodies import MAX_COUNT, Body, Flag, items, must_be, read, text_or_items, whole, wrong
 from localspec.server.events import Wire, event
 from localspec.server.http import ApiError, invalid
 from localspec.server.requests import (
@@ -74,13 +63,9 @@ WIRE = Wire("text/event-stream", _failed, b": waiting\n\n")
 
 
 class Item(Body):
-    """An item of the input."""
+    """An item of the input; its ``messages`` are what it is in a chat."""
 
     type: str = "message"
-
-    @abstractmethod
-    def messages(self, path: str) -> Iterator[dict[str, Any]]:
-        """The item as messages of a chat."""
 
 
 class MessageItem(Item):
@@ -122,7 +107,7 @@ class ReasoningItem(Item):
             yield {"role": "assistant", "content": "", "reasoning_content": thought}
 
 
-ITEMS: dict[Any, type[Item]] = {
+ITEMS: dict[str, Any] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
@@ -145,8 +130,8 @@ def messages_of(item: Any, path: str) -> list[dict[str, Any]]:
 
 def _referred(item: Any, path: str, served: ServedModel) -> tuple[Any, str]:
     """The item of an answer that is kept, where an item of the input only names it; else the item itself."""
-    is_reference = isinstance(item, dict) and item.get("type") == "item_reference"
-    if not is_reference and not (isinstance(item, dict) and item.get("type") is None and item.get("role") is None):
+    kind = item.get("type") if isinstance(item, dict) else ""
+    if kind != "item_reference" and (kind is not None or item.get("role") is not None):
         return item, path
     name, path = read(ItemReference, item, path).id, f"{path}.id"
     found = served.item(name)
@@ -172,6 +157,10 @@ class Reasoning(Body):
 
 class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any]:
+        return {"json_schema": self.those("name", "schema", "strict")} if self.type == "json_schema" else {}
 
 
 class TextConfig(Body):
@@ -221,12 +210,12 @@ class ResponsesBody(ApiBody, Shared):
     ] = {}
     parallel_tool_calls: Flag = True
     previous_response_id: str | None = None
-    reasoning: Reasoning | None = None
+    reasoning: Reasoning = Reasoning()
     store: Flag = True
     stream: Flag = False
     stream_options: ResponsesStreamOptions | None = None
     stop: Stops | None = None
-    text: TextConfig | None = None
+    text: TextConfig = TextConfig()
     tools: Annotated[list[Any], items(MAX_TOOLS)] = []
     tool_choice: Any = None
     include: Annotated[list[Any], items(MAX_TOOLS)] = []
@@ -243,14 +232,13 @@ class ResponsesBody(ApiBody, Shared):
         else:
             given = [_referred(item, f"input[{i}]", served) for i, item in enumerate(self.input)]
             messages = required_messages([each for item, path in given for each in messages_of(item, path)], "input")
-        form = self.text.format if self.text else None
-        effort = self.reasoning.effort if self.reasoning else ""
-        think, variables = thinking(served, effort, self.chat_template_kwargs)
+        form = self.text.format
+        think, variables = thinking(served, self.reasoning.effort, self.chat_template_kwargs)
         how = self.job_options(
             served,
             stop=self.stop,
             max_tokens=self.max_output_tokens,
-            form=form and _response_format(form),
+            form=form and {"type": form.type} | form.schema_of_answer,
             form_name="text.format",
             thinking_budget=self.thinking_budget,
             think=think,
@@ -277,11 +265,6 @@ class ResponsesBody(ApiBody, Shared):
         elif choice not in ("auto", "none", "required"):
             raise wrong("tool_choice", '"auto", "none", "required" or {"type": "function", "name": …}', choice)
         return tool_use(tools, choice, forced=forced, allowed=allowed, parallel=self.parallel_tool_calls)
-
-
-def _response_format(form: TextFormat) -> dict[str, Any]:
-    schema = {"json_schema": form.those("name", "schema", "strict")} if form.type == "json_schema" else {}
-    return {"type": form.type} | schema
 
 
 # The answer.
@@ -340,8 +323,7 @@ class ResponsesAnswer(BlockAnswer):
             "localspec": self.figures(),
         }
         if self._body.store:
-            items = [self._item(block) for block in self.blocks]
-            messages = [message for item in items for message in messages_of(item, "output")]
+            messages = [message for item in response["output"] for message in messages_of(item, "output")]
             owner = self.service.client.owner
             self.service.responses.put(self._id, StoredResponse(response, [*self._messages, *messages], owner))
         return response

@@ -26,7 +26,6 @@ from localspec.errors import PromptTooLong, UsageError
 from localspec.llm import LLM
 from localspec.prompts.infill import FillPrompt
 from localspec.sampling.constraint import constraint_for
-from localspec.sampling.sampling import SamplingParams
 from localspec.server.access import Client
 from localspec.server.http import ServerSettings, as_api_error, invalid
 from localspec.server.requests import ChatRequest, CompletionRequest, ServedModel
@@ -79,12 +78,9 @@ class ResponseStore:
         items = stored.response["output"] if stored is not None and may_read(stored.owner) else ()
         return next((item for item in items if item["id"] == name), None)
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str) -> None:
         with self._lock:
-            if name not in self._kept:
-                return False
-            self._n_bytes -= self._kept.pop(name)[1]
-            return True
+            self._n_bytes -= self._kept.pop(name, (None, 0))[1]
 
 
 # What the server counts, for ``/v1/localspec/stats`` and ``/metrics``.
@@ -126,23 +122,18 @@ class Metrics(Collector):
         if stats.completion_tokens:
             self._token.observe(stats.seconds_decode / stats.completion_tokens)
 
+    def _n(self, outcome: str) -> int:
+        return sum(count for (_, ended), count in self.requests.items() if ended == outcome)
+
     @property
     def mean_request_seconds(self) -> float:
         """How long a request takes, by those that were answered."""
-        n = self._by_outcome()["answered"]
-        return self._seconds_answered / n if n else 2.0
-
-    def _by_outcome(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for (_, outcome), count in self.requests.items():
-            found[outcome] += count
-        return found
+        return self._seconds_answered / n if (n := self._n("answered")) else 2.0
 
     def as_dict(self) -> dict[str, Any]:
         """The totals under the names of ``SpecStats``."""
-        by_outcome = self._by_outcome()
         totals = {name: value for name, value in self.stats.items() if name not in _OF_ONE_ANSWER}
-        return {"requests": {outcome: by_outcome[outcome] for outcome in OUTCOMES}, **totals}
+        return {"requests": {outcome: self._n(outcome) for outcome in OUTCOMES}, **totals}
 
     def collect(self) -> Iterator[Metric]:
         """The totals as families of Prometheus."""
@@ -201,13 +192,8 @@ class ChoiceJob:
     """One answer to make: what the engine is asked, and what reads its rounds."""
 
     job: Job
+    prompt: list[int]
     reader: DeltaReader
-
-    @property
-    def prompt(self) -> list[int]:
-        """The token ids of ``job.request``."""
-        tokens: list[int] = self.job.request.prompt
-        return tokens
 
 
 Kept = TypeVar("Kept")
@@ -222,9 +208,6 @@ class Service:
         responses: the answers that the server keeps.
         metrics: what is counted, also before the model was loaded.
         names: what requests may call the model; the first is what answers call it.
-
-    Attributes:
-        client: who is answered, see ``seen_by``.
     """
 
     def __init__(
@@ -271,46 +254,36 @@ class Service:
         Raises:
             UsageError, TemplateError: the messages or texts fit neither template nor context, or the model has no
                 tokens to fill in between two texts.
-            ApiError: a variable that the template does not know.
         """
+        llm, found, use, opening = self.llm, list[ChoiceJob](), ToolUse(), ""
         limits: dict[str, Any] = {"deadline": self.settings.time_limit, "conversation": object()}
+        prompts: list[tuple[list[int], dict[str, Any]]]
         if isinstance(asked, ChatRequest):
             asked = self.formed(asked)
-            tokens, use = self.chat_prompt(asked, self.llm.n_ctx), asked.tools
-            if not use.required and asked.params.constrained and asked.params.grammar is None:
-                use = ToolUse()  # a schema says what the answer is, and it is not a tool's
-            return self._choices(tokens, asked.params, limits | asked.options, n, use, asked.opening)
-        found = []
-        for prompt in asked.prompts:
-            tokens, options = self._text_prompt(prompt, asked)
-            found += self._choices(tokens, asked.params, limits | options | asked.options, n)
-        return found
-
-    def _choices(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        options: dict[str, Any],
-        n: int,
-        use: ToolUse | None = None,
-        opening: str = "",
-    ) -> list[ChoiceJob]:
-        llm = self.llm
+            prompts, opening = [(self.chat_prompt(asked, llm.n_ctx), {})], asked.opening
+            # A schema says what the answer is, and it is not a tool's.
+            if asked.tools.required or not asked.params.constrained or asked.params.grammar is not None:
+                use = asked.tools
+        else:
+            prompts = [self._text_prompt(prompt, asked) for prompt in asked.prompts]
+        params = asked.params
         constraint_for(params, llm.vocab)  # compiled here, and not while the engine waits
-        if not tokens:
-            raise UsageError("the prompt is empty: there is nothing to continue")
-        if len(tokens) >= llm.n_ctx:
-            raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and the context holds {llm.n_ctx}, answer included; "
-                "shorten it, or start the server with a larger --ctx"
-            )
-        if text := options.get("prediction"):  # no answer is longer than the context
-            options |= {"prediction": llm.tokenize(text[: llm.n_ctx * llm.vocab.longest])[: llm.n_ctx]}
-        found = []
-        for i in range(n):
-            own = params if i == 0 or params.seed is None else replace(params, seed=(params.seed + i) % (1 << 63))
-            reader = DeltaReader(use or ToolUse(), opening, wants_tokens="logprobs" in options)
-            found.append(ChoiceJob(llm.job(tokens, own, **options), reader))
+        for tokens, own in prompts:
+            if not tokens:
+                raise UsageError("the prompt is empty: there is nothing to continue")
+            if len(tokens) >= llm.n_ctx:
+                raise PromptTooLong(
+                    f"the prompt has {len(tokens)} tokens and the context holds {llm.n_ctx}, answer included; "
+                    "shorten it, or start the server with a larger --ctx"
+                )
+            options = limits | own | asked.options
+            if text := options.get("prediction"):  # no answer is longer than the context
+                options["prediction"] = llm.tokenize(text[: llm.n_ctx * llm.vocab.longest])[: llm.n_ctx]
+            for i in range(n):
+                another = i > 0 and params.seed is not None
+                chosen = replace(params, seed=((params.seed or 0) + i) % (1 << 63)) if another else params
+                reader = DeltaReader(use, opening, wants_tokens="logprobs" in options)
+                found.append(ChoiceJob(llm.job(tokens, chosen, **options), tokens, reader))
         return found
 
     def _text_prompt(
@@ -318,25 +291,18 @@ class Service:
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens of a text to continue, in which editors may have written the marks of fill-in-the-middle, of one
         to fill in before a suffix, or of token ids; and keywords of ``LLM.job``."""
-        if isinstance(prompt, list):
-            return prompt, {}
+        llm = self.llm
+        if isinstance(prompt, str) and asked.suffix is not None:
+            prompt = llm.fill_prompt(prompt, asked.suffix, max_tokens=asked.params.max_tokens)
+        elif isinstance(prompt, str):
+            prompt = llm.marked_fill_prompt(prompt) or llm.encode(prompt, room=llm.n_ctx)
         if isinstance(prompt, FillPrompt):
-            fill = prompt
-        elif asked.suffix is not None:
-            fill = self.llm.fill_prompt(prompt, asked.suffix, max_tokens=asked.params.max_tokens)
-        elif (marked := self.llm.marked_fill_prompt(prompt)) is not None:
-            fill = marked
-        else:
-            return self.llm.encode(prompt, room=self.llm.n_ctx), {}
-        return fill.tokens, {"keep_tokens": fill.n_before, "priority": FILL_PRIORITY}
+            return prompt.tokens, {"keep_tokens": prompt.n_before, "priority": FILL_PRIORITY}
+        return prompt, {}
 
     def formed(self, asked: ChatRequest) -> ChatRequest:
         """A chat with the form that its answer must have: a call that is forced is begun, and what has a given form is
-        not thought about before.
-
-        Raises:
-            UsageError: see ``forced_call``.
-        """
+        not thought about before."""
         if asked.tools.required:
             opening, params = forced_call(self.llm.template, asked.tools, asked.params)
             asked = replace(asked, opening=opening, params=params)
@@ -345,12 +311,8 @@ class Service:
         return asked
 
     def chat_prompt(self, asked: ChatRequest, room: int | None = None) -> list[int]:
-        """The tokens of a chat that is ``formed``; ``room``: see ``LLM.encode``. It may take a while too.
-
-        Raises:
-            ApiError: a variable that the template does not know.
-            UsageError, TemplateError: the messages cannot be.
-        """
+        """The tokens of a chat that is ``formed``; ``room``: see ``LLM.encode``. An ``ApiError``: the template does not
+        know a variable."""
         for name in asked.variables:
             if not re.search(rf"\b{re.escape(name)}\b", self.llm.template.source):
                 path = f"chat_template_kwargs.{name:.60}"

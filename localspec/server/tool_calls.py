@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -36,21 +37,13 @@ from localspec.errors import written_json
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A text that announces calls.
+    """A text that announces calls."""
 
-    Attributes:
-        closers: what may end them; an answer may also just go on, or end.
-        each: what a single call may begin with, and end with, where there are several behind one mark.
-        sure: only calls are written behind it; otherwise the call must be of a tool that was offered.
-        header: what ends the words between a call's name and its arguments.
-        first: it is a mark only at the beginning of an answer.
-    """
-
-    closers: tuple[str, ...] = ()
-    each: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    sure: bool = True
-    header: str = ""
-    first: bool = False
+    closers: tuple[str, ...] = ()  # what may end them; an answer may also just go on, or end
+    each: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # what each of several calls may begin and end with
+    sure: bool = True  # only calls are written behind it; otherwise the call must be of a tool that was offered
+    header: str = ""  # what ends the words between a call's name and its arguments
+    first: bool = False  # it is a mark only at the beginning of an answer
 
 
 def _deepseek(name: str) -> tuple[str, ...]:
@@ -107,19 +100,12 @@ MARKERS = (
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A way of writing arguments as text between tags.
+    """A way of writing arguments as text between tags."""
 
-    Attributes:
-        key: what begins an argument, up to its name.
-        value_ends: what ends it.
-        ends: what ends the call; "" where that is what ends the mark.
-        lines: whether values stand on lines of their own.
-    """
-
-    key: str
+    key: str  # what begins an argument, up to its name
     value_ends: str
-    ends: str = ""
-    lines: bool = False
+    ends: str = ""  # what ends the call; "" where that is what ends the mark
+    lines: bool = False  # values stand on lines of their own
 
 
 TAGS = {
@@ -133,16 +119,12 @@ TAGS = {
 # Values in calls, read as they come and written as JSON: JSON, Python's way (``'…'``, ``True``, ``None``, tuples), bare
 # keys, Gemma's quotes, line breaks and single backslashes within strings, and a comma too many.
 
-Schema = Any
-"""A JSON schema; what is none allows everything."""
+Schema = Any  # a JSON schema; what is none allows everything
 
-Reading = Generator[None, None, Any]
-"""A reader: it yields where it needs more text."""
+Reading = Generator[None, None, Any]  # a reader: it yields where it needs more text
 
-MAX_TAKEN = 100_000
-"""Characters that wait for the end of what may be a call, at most."""
-MAX_DEPTH = 100
-"""Lists and objects within each other."""
+MAX_TAKEN = 100_000  # characters that wait for the end of what may be a call, at most
+MAX_DEPTH = 100  # lists and objects within each other
 
 SPACE = re.compile(r"\s+")
 WORD = re.compile(r"""[^\s,:;{}\[\]()<>"'`=]+""")
@@ -187,12 +169,8 @@ class IncomingText:
         return len(self._text) - self._at
 
     def search(self, pattern: re.Pattern[str], partial: tuple[str, ...]) -> tuple[str, re.Match[str] | None]:
-        """Read up to where a pattern is found, or to where it may yet be; the match itself is not read.
-
-        Args:
-            pattern: what is looked for.
-            partial: texts that its matches begin with.
-        """
+        """Read up to where a pattern is found, or one of the texts that it begins with may yet be; the match itself is
+        not read."""
         match = pattern.search(self._text, self._at)
         if match:
             return self.take(match.start() - self._at), match
@@ -246,29 +224,40 @@ class IncomingText:
             if not (yield from self.more()):
                 return not rest
 
-    def one_of(self, *texts: str) -> Generator[None, None, str]:
-        """Read the first of these texts that comes next, "" where none does. A longer one goes before its beginning."""
+    def sees(self, *texts: str) -> Generator[None, None, str]:
+        """The first of these texts that comes next, "" where none does. A longer one goes before its beginning."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, texts))]
             for text in texts:
                 if rest.startswith(text):
-                    return self.take(len(text))
+                    return text
                 if text.startswith(rest) and not self.final:
                     break
             else:
                 return ""
             yield
 
-    def colon(self) -> Reading:
+    def one_of(self, *texts: str) -> Generator[None, None, str]:
+        """The same, which is read."""
+        return self.take(len((yield from self.sees(*texts))))
+
+    def next_of(self, *texts: str) -> Generator[None, None, str]:
+        """The same behind white space, which is read too."""
         yield from self.spaces()
-        if not (yield from self.one_of(":")):
+        return (yield from self.one_of(*texts))
+
+    def need(self, *texts: str) -> Reading:
+        """Read white space and one of these texts, which has to come next."""
+        if not (yield from self.next_of(*texts)):
             raise NoCall
+
+    def colon(self) -> Reading:
+        yield from self.need(":")
         yield from self.spaces()
 
     def separated(self, closer: str) -> Reading:
         """Behind an item: read a comma, one too many as well, or see what ends the list."""
-        yield from self.spaces()
-        if not (yield from self.one_of(",")) and (yield from self.peek()) != closer:
+        if not (yield from self.next_of(",")) and (yield from self.peek()) != closer:
             raise NoCall
         yield from self.spaces()
 
@@ -292,13 +281,8 @@ def as_json(text: str, type_: ArgumentType | None = None) -> str | None:
     """A whole value as JSON; None if it is none."""
     source, found = IncomingText(), list[str]()
     source.feed(text, final=True)
-
-    def reading() -> Reading:
-        yield from read_value(source, found.append, type_ or UNTYPED)
-        yield from source.spaces()
-
     try:
-        for _ in reading():
+        for _ in chain(read_value(source, found.append, type_ or UNTYPED), source.spaces()):
             raise AssertionError("the text is all there")
     except NoCall:
         return None
@@ -309,11 +293,7 @@ Put = Callable[[str], None]
 
 
 def read_value(source: IncomingText, put: Put, type_: ArgumentType, depth: int = 0) -> Reading:
-    """Read a value; its JSON goes out as it comes, of the type that is asked for.
-
-    Raises:
-        NoCall: it is none, or the text ends within it.
-    """
+    """Read a value; its JSON goes out as it comes, of the type that is asked for."""
     first = yield from source.peek()
     if depth > MAX_DEPTH:
         raise NoCall
@@ -339,7 +319,7 @@ def _read_members(source: IncomingText, put: Put, type_: ArgumentType, depth: in
     yield from source.spaces()
     while not (yield from source.one_of("}")):
         key = yield from read_key(source)
-        put(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        put(f"{before}{_quoted(key)}: ")
         yield from source.colon()
         yield from read_value(source, put, type_.member(key), depth + 1)
         yield from source.separated("}")
@@ -407,15 +387,19 @@ def _escape(source: IncomingText) -> Generator[None, None, str]:
     source.take(n)
     code = int(digits, 16)
     if not 0xD800 <= code < 0xE000:
-        return f"\\u{digits}" if n == 4 else escaped(chr(code))
+        return escaped(chr(code))
     other = yield from source.peek(6)  # half of a character is none
     if n == 4 and code < 0xDC00 and re.fullmatch(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}", other):
         return "\\u" + digits + source.take(6)
     return "\\ufffd"
 
 
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _quoted(text)[1:-1]
 
 
 def _overlap(text: str, marks: tuple[str, ...]) -> int:
@@ -425,13 +409,14 @@ def _overlap(text: str, marks: tuple[str, ...]) -> int:
     return next((len(end) for end in ends if any(mark.startswith(end) and mark != end for mark in marks)), 0)
 
 
-MAX_SCHEMA_DEPTH, MAX_STEPS = 32, 256
-"""References and combinations followed, within each other and in all; what lies beyond allows everything."""
+MAX_SCHEMAS = 256  # references and combinations that are followed; what lies beyond allows everything
 
-MAX_VALUES = 5000
-"""Longest ``enum`` that is looked at; a longer one allows all values of the types that it begins with."""
+MAX_VALUES = 5000  # longest ``enum`` that is looked at; a longer one allows everything
 
-Alternative = tuple[tuple[str, ...] | None, frozenset[str] | None]
+_KINDS = ("string", "boolean", "integer", "number", "null", "array", "object")
+_SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
+
+Alternative = tuple[list[str] | None, frozenset[str] | None]
 """Types, None is all, and values in the form of ``_comparable``, None is any."""
 
 
@@ -453,74 +438,63 @@ class ArgumentType:
     def member(self, key: str) -> ArgumentType:
         """An object's member."""
         if key not in self._members:
-            self._members[key] = self._inner(self._member_schemas(key))
+            found = (_object(one, "properties").get(key, one.get("additionalProperties")) for one in self._combined)
+            self._members[key] = self._inner(found)
         return self._members[key]
-
-    def _member_schemas(self, key: str) -> Iterator[Schema]:
-        for one in self._combined:
-            properties = one.get("properties")
-            if isinstance(properties, Mapping) and key in properties:
-                yield properties[key]
-            if isinstance(one.get("additionalProperties"), Mapping):
-                yield one["additionalProperties"]
 
     @cached_property
     def item(self) -> ArgumentType:
         """A list's items."""
-        return self._inner(one["items"] for one in self._combined if isinstance(one.get("items"), Mapping))
+        return self._inner(one.get("items") for one in self._combined)
 
     def _inner(self, schemas: Iterator[Schema]) -> ArgumentType:
-        schema = next(schemas, None)
+        schema = next((each for each in schemas if isinstance(each, Mapping)), None)
         return UNTYPED if schema is None else ArgumentType(schema, self._root)
 
     @property
     def names(self) -> list[str]:
         """An object's members that are declared, in their order."""
-        declared = (one["properties"] for one in self._combined if isinstance(one.get("properties"), Mapping))
-        return list(dict.fromkeys(chain.from_iterable(declared)))
+        return list(dict.fromkeys(chain.from_iterable(_object(one, "properties") for one in self._combined)))
 
-    @property
+    @cached_property
     def takes_strings(self) -> bool:
         """Whether a value that is written as a string is one."""
-        return any(kinds is None or "string" in kinds for kinds, _ in self._alternatives)
+        return any(
+            "string" in kinds if kinds else values is None or any(value[0] == '"' for value in values)
+            for kinds, values in self._alternatives
+        )
 
     @property
     def is_text(self) -> bool:
         """Whether any text is a value as it is: nothing but strings is allowed, and any of them."""
-        return self._alternatives == [(("string",), None)]
+        return self._alternatives == [(["string"], None)]
 
     def typed(self, text: str) -> str:
         """A value that was written as plain text, as JSON.
 
         The schema decides: where it asks for a string, ``007`` and ``true`` are strings. Null, lists and objects are
-        taken for what they look like wherever the schema allows them; of a string and a number it takes the one that it
-        names first. What fits nothing is a string where there may be one, else what it looks like.
+        taken for what they look like wherever the schema allows them; of a string and a number it takes the type that
+        it names first. What fits nothing is a string where there may be one, else what it looks like.
         """
-        found = dict(readings(text))
-        for first in (("null", "array", "object"), None):
+        found = dict(readings(text)) | {"string": _quoted(text)}
+        for first in (("null", "array", "object"), found):
             for kinds, values in self._alternatives:
-                for kind in kinds or (*found, "string"):
-                    if first is not None and kind not in first:
-                        continue
-                    value = json.dumps(text, ensure_ascii=False) if kind == "string" else found.get(kind)
-                    if value is not None and _among(value, values):
-                        return value
-        seen = next(iter(found.values()), None)
-        return json.dumps(text, ensure_ascii=False) if seen is None or self.takes_strings else seen
+                for kind in kinds or found:
+                    if kind in first and kind in found and _among(found[kind], values):
+                        return found[kind]
+        return found["string"] if self.takes_strings else next(iter(found.values()))
 
     def literal(self, word: str) -> str:
         """A value without quotes, as JSON: what it is, except where the schema asks for a string in its place."""
         found = dict(readings(word))
-        if not found:
-            return self.typed(word)
         fits = any(
             _among(value, values)
             for kinds, values in self._alternatives
             for kind, value in found.items()
             if kinds is None or kind in kinds
         )
-        asked = not fits and "null" not in found and self.takes_strings
-        return json.dumps(word, ensure_ascii=False) if asked else next(iter(found.values()))
+        stays = fits or "null" in found or not self.takes_strings
+        return next(iter(found.values())) if found and stays else self.typed(word)
 
     @cached_property
     def _alternatives(self) -> list[Alternative]:
@@ -528,28 +502,23 @@ class ArgumentType:
 
     @cached_property
     def _combined(self) -> list[Mapping[str, Any]]:
-        """The schemas that may apply to a value: references followed, ``anyOf`` and the like taken apart."""
-        return self._taken_apart(self._schema, 0, [MAX_STEPS])
-
-    def _taken_apart(self, schema: Schema, depth: int, left: list[int]) -> list[Mapping[str, Any]]:
-        left[0] -= 1
-        if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH or left[0] < 0:
-            return [{}]
-        parts: list[Schema] = next(
-            (schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)), []
-        )[: left[0] + 1]
-        if isinstance(schema.get("$ref"), str):
-            parts = [self._referred(schema["$ref"])]
-        says = any(name in schema for name in _SAYING)
-        found: list[Mapping[str, Any]] = [schema] if says or not parts else []
-        if schema.get("type") in (None, "object"):
-            inner = [one for part in parts for one in self._taken_apart(part, depth + 1, left)]
-            if says or "allOf" in schema:  # all apply: one that says nothing does not allow everything
-                inner = [one for one in inner if any(name in one for name in _SAYING)]
-            found += inner
-        if schema.get("nullable") is True and found:
+        """The schemas that say something of a value: references followed, ``anyOf`` and the like taken apart."""
+        found, seen, left, nullable = list[Mapping[str, Any]](), set[int](), [self._schema], False
+        while left and len(seen) < MAX_SCHEMAS:
+            schema = left.pop()
+            if not isinstance(schema, Mapping) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            nullable = nullable or schema.get("nullable") is True
+            if any(name in schema for name in _SAYING):
+                found.append(schema)
+            parts = [self._referred(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+            for name in ("anyOf", "oneOf", "allOf"):
+                parts += schema[name][:MAX_SCHEMAS] if isinstance(schema.get(name), list) else []
+            left += reversed(parts)
+        if nullable and found:
             found.append({"type": "null"})
-        return found or [{}]
+        return [*found, {}] if left or not found else found
 
     def _referred(self, reference: str) -> Schema:
         found = self._root
@@ -568,26 +537,18 @@ class ArgumentType:
 
 UNTYPED = ArgumentType(None)
 
-_KINDS: dict[type, tuple[str, ...]] = {
-    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("integer", "number"),
-    type(None): ("null",), list: ("array",), dict: ("object",),
-}  # fmt: skip
-"""Type of a value -> what a schema may call it."""
 
-_KNOWN = tuple(chain.from_iterable(_KINDS.values()))
-_SAYING = ("type", "enum", "const", "properties", "items", "additionalProperties")
+def _object(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = schema.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _alternative(schema: Mapping[str, Any]) -> Alternative:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    values = values if isinstance(values, list) else None
-    kinds = schema.get("type")
-    if kinds is None and values is not None:
-        kinds = list(dict.fromkeys(kind for value in values[:MAX_VALUES] for kind in _KINDS.get(type(value), ())))
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    known = tuple(kind for kind in kinds if kind in _KNOWN) if isinstance(kinds, list) else ()
-    is_short = values is not None and len(values) <= MAX_VALUES
-    return known or None, frozenset(map(_comparable, values or ())) if is_short else None
+    given = schema.get("type")
+    kinds = [kind for kind in (given if isinstance(given, list) else [given]) if kind in _KINDS]
+    known = values if isinstance(values, list) and len(values) <= MAX_VALUES else None
+    return kinds or None, None if known is None else frozenset(map(_comparable, known))
 
 
 _encoded = json.JSONEncoder(sort_keys=True).encode
@@ -627,8 +588,7 @@ class CallArguments:
 Piece = TextPiece | CallStart | CallArguments
 
 
-_BARE = Mark(sure=False)
-"""No mark."""
+_BARE = Mark(sure=False)  # no mark
 
 _FIRST = tuple(sorted(MARKS, key=len, reverse=True))
 _OPENERS = tuple(opener for opener in _FIRST if not MARKS[opener].first)
@@ -657,8 +617,7 @@ class ToolCallReader:
         parallel: whether there may be several calls; if not, nothing is read behind the first.
 
     Attributes:
-        n_calls: calls begun so far.
-        n_done: calls complete so far.
+        n_calls, n_done: calls begun, and complete, so far.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
@@ -672,46 +631,46 @@ class ToolCallReader:
         self._pieces: list[Piece] = []
         self._space: list[str] = []  # may turn out to stand around a call
         self._said = False
-        # A call whose text may have to be given back: its pieces wait, and those of a list that is all or nothing.
-        self._waiting: list[Piece] = []
-        self._holding = False
-        self._settled = 0, 0  # calls begun and complete that stay whatever comes
+        self._n_sure, self._settled = 0, (0, 0)  # pieces, and calls begun and complete, that stay whatever comes
+        self._holding = False  # a list that is all or nothing is being read
         self._muted = False  # a call that is left out is being read
         self.n_calls = 0
         self.n_done = 0
 
     def push(self, text: str) -> list[Piece]:
         """Read on; returns what is certain now."""
-        if not self._functions:
-            return [TextPiece(text)] if text else []
         return self._advance(text, final=False)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        """The answer is over; returns the rest.
-
-        Args:
-            cut: it was ended before its end: a call that is not whole stays so.
-        """
+        """The answer is over; returns the rest. Where it was ``cut``, a call that is not whole stays so."""
         self._cut = cut
-        return self._advance("", final=True) if self._functions else []
+        return self._advance("", final=True)
 
     def _advance(self, text: str, *, final: bool) -> list[Piece]:
+        if not self._functions:
+            return [TextPiece(text)] if text else []
         if not self._over:
             self._source.feed(text, final=final)
             self._over = next(self._reading, self) is self
-        pieces, self._pieces = self._pieces, []
+        n = len(self._pieces) if self._source.taken is None else self._n_sure
+        pieces, self._pieces, self._n_sure = self._pieces[:n], self._pieces[n:], 0
         return _joined(pieces)
 
     # -- text and calls in turns ---------------------------------------------------------------------------------------
 
     def _read(self) -> Reading:
+        source = self._source
         self._record()
         yield from self._try(self._answer_begins())
         while self._parallel or not self.n_done:
-            opener = yield from self._next_mark()
-            if not opener:
+            text, match = source.search(_OPENER, _OPENERS)
+            self._say(text)
+            if match:
+                self._record()
+                yield from self._try(self._marked(match[0]))
+            elif not (yield from source.more()):
+                self._say(source.take(source.n_left))
                 break
-            yield from self._try(self._marked(opener))
         if not self.n_calls:
             self._pieces += map(TextPiece, self._space)
 
@@ -720,9 +679,10 @@ class ToolCallReader:
         try:
             yield from reading
         except NoCall:
-            if self._waiting:
+            if self._source.taken is not None:
                 self.n_calls, self.n_done = self._settled
-        self._waiting, self._holding, self._muted = [], False, False
+                del self._pieces[self._n_sure :]
+        self._holding, self._muted = False, False
         taken, self._source.taken = self._source.taken, None
         if self._parallel or not self.n_done:
             self._say("".join(taken or ()))
@@ -739,76 +699,50 @@ class ToolCallReader:
         if len(body) < len(text):
             self._space.append(text[len(body) :])
 
-    def _next_mark(self) -> Generator[None, None, str]:
-        """Text up to a mark, which is read; "" at the end."""
-        while True:
-            text, match = self._source.search(_OPENER, _OPENERS)
-            self._say(text)
-            if match:
-                self._record()
-                return self._source.take(len(match[0]))
-            if not (yield from self._source.more()):
-                self._say(self._source.take(self._source.n_left))
-                return ""
-
     def _answer_begins(self) -> Reading:
         """Calls without a mark, or a code block of nothing but calls."""
         source = self._source
         yield from source.spaces()
-        opener, fence = (yield from source.one_of(*_FIRST)), ""
+        opener, fence = (yield from source.sees(*_FIRST)), ""
         if not opener and (fence := (yield from source.one_of("```"))):
             if (yield from source.run(_LANGUAGE)) not in _LANGUAGES:
                 raise NoCall
             yield from source.spaces()
-            opener = yield from source.one_of(*_OPENERS)
+            opener = yield from source.sees(*_OPENERS)
         if opener:
             yield from self._marked(opener)
         else:
             while (self._parallel or not self.n_done) and (yield from source.peek()) in ("{", "["):
                 yield from self._item(_BARE)
-                yield from source.spaces()
-                yield from source.one_of(";", ",")
+                yield from source.next_of(";", ",")
                 yield from source.spaces()
         if fence and self.n_calls:
-            yield from source.spaces()
-            if (yield from source.one_of("```")):
-                self._record()
+            yield from self._closed("```")
 
     def _marked(self, opener: str) -> Reading:
         """Calls behind a mark, and behind those that follow them at once."""
+        source = self._source
         while opener:
-            opener = yield from self._behind(opener)
-
-    def _behind(self, opener: str) -> Generator[None, None, str]:
-        """Calls behind a mark, up to what ends them; the next mark, if that is what does."""
-        source, mark, n_before = self._source, MARKS[opener], self.n_calls
-        begun = opener == "<function=" or opener in mark.each[0]
-        while self._parallel or not self.n_done:
-            if opener == "<function=" and begun:
-                yield from self._tagged(mark, opener)
-            else:
+            mark, n_before = MARKS[opener], self.n_calls
+            if opener != "<function=" and opener not in mark.each[0]:  # those are of the call itself
+                source.take(len(opener))
+            opener = ""
+            while not opener and (self._parallel or not self.n_done):
                 yield from source.spaces()
-                if not begun:
-                    begun = bool(mark.each[0] and (yield from source.one_of(*mark.each[0])))
+                begun = (yield from source.one_of(*mark.each[0])) if mark.each[0] else ""
                 if not begun and self.n_calls > n_before:
                     if mark.closers and (yield from source.one_of(*mark.closers)):
                         self._record()
-                        return ""
+                        return
                     if (yield from source.one_of(",", ";")):
                         continue
-                    if another := (yield from source.one_of(*_OTHERS)):
-                        return another
-                    if not (yield from source.peek()):
-                        return ""
+                    if (opener := (yield from source.sees(*_OTHERS))) or not (yield from source.peek()):
+                        break
                 if mark.each[0] and not begun:
                     raise NoCall
                 yield from self._item(mark)
-            if mark.each[1]:
-                yield from source.spaces()
-                if (yield from source.one_of(*mark.each[1])):
-                    self._record()
-            begun = False
-        return ""
+                if mark.each[1]:
+                    yield from self._closed(*mark.each[1])
 
     # -- the forms of a call -------------------------------------------------------------------------------------------
 
@@ -848,30 +782,31 @@ class ToolCallReader:
             if following.strip("`;") and not following.isspace():
                 raise NoCall
             self._holding = False
-            self._commit()
         if n_items:
             self._record()
 
     def _object(self, mark: Mark) -> Reading:
         """``{"name": …, "arguments": {…}}``, in any order, or as OpenAI writes it."""
-        call = _Call()
+        call = SimpleNamespace(name=None, arguments=None, begun=False, nested=False)  # as far as it was read
         yield from self._members(mark, call)
         if call.name is None or (mark is _BARE and call.arguments is None):
             raise NoCall
-        if not call.begun:
-            arguments = as_json(call.arguments or "{}", self._type(call.name))
-            if arguments is None:
-                raise NoCall
-            self._start(call.name, mark)
-            self._give(arguments)
-        self._done()
+        if call.begun:
+            self._done()
+            return
+        arguments = as_json(call.arguments or "{}", self._type(call.name))
+        if arguments is None:
+            raise NoCall
+        yield from self._called(call.name, mark, arguments)
 
-    def _members(self, mark: Mark, call: _Call) -> Reading:
+    def _members(self, mark: Mark, call: SimpleNamespace) -> Reading:
         source = self._source
         source.take(1)
         yield from source.spaces()
         while not (yield from source.one_of("}")):
-            key = yield from (self._bare_key() if mark is _BARE and not call.begun else read_key(source))
+            key = yield from read_key(source)
+            if mark is _BARE and not call.begun and key not in (*_CALLED, *_GIVEN, *_BESIDE):
+                raise NoCall
             yield from source.colon()
             is_object = (yield from source.peek()) == "{"
             if key == "function" and is_object and not call.nested:
@@ -899,20 +834,12 @@ class ToolCallReader:
         yield from read_value(self._source, found.append, UNTYPED)
         return "".join(found)
 
-    def _bare_key(self) -> Generator[None, None, str]:
-        """A member's name, in what is no call as soon as there is another than calls have."""
-        quote = yield from self._source.one_of('"', "'")
-        key = yield from self._source.one_of(*_CALLED, *_GIVEN, *_BESIDE)
-        if not quote or not key or not (yield from self._source.one_of(quote)):
-            raise NoCall
-        return key
-
-    def _given(self, mark: Mark, call: _Call) -> Reading:
+    def _given(self, mark: Mark, call: SimpleNamespace) -> Reading:
         """The arguments of an object: they go out as they come, if the name stood before them."""
         if call.name is not None and (yield from self._source.peek()) == "{":
             call.begun, call.arguments = True, ""
             self._start(call.name, mark)
-            yield from self._arguments(call.name)
+            yield from read_value(self._source, self._give, self._type(call.name))
             return
         value = yield from self._value()
         value = written_json(value) if value.startswith('"') else value
@@ -941,29 +868,21 @@ class ToolCallReader:
                     raise NoCall
         if (yield from source.one_of("[CALL_ID]")):
             yield from source.run(_IDENTIFIER)
-            yield from source.spaces()
-        if (yield from source.one_of(*SEPARATORS)):
+        if (yield from source.next_of(*SEPARATORS)):
             sure = True
             yield from source.spaces()
             raw = (yield from source.run(_NAME)) or raw  # DeepSeek R1: function<sep>name
-        yield from source.spaces()
         name = self._function(raw)
-        fence = yield from source.one_of("```json", "```")
+        fence = yield from source.next_of("```json", "```")
         yield from source.spaces()
         if sure and (yield from source.peek()) == "{":
-            self._start(name, mark)
-            yield from self._arguments(name)
-            self._done()
+            yield from self._called(name, mark)
             if fence:
-                yield from source.spaces()
-                if (yield from source.one_of("```")):
-                    self._record()
-        elif (yield from source.one_of("<arg_key>")):
-            yield from self._tagged_arguments(mark, "<arg_key>", name, begun=True)
+                yield from self._closed("```")
+        elif (yield from source.sees("<arg_key>")):
+            yield from self._tagged_arguments(mark, "<arg_key>", name)
         elif name in self._functions and mark.closers and not self._cut and (yield from source.ahead(mark.closers)):
-            self._start(name, mark)
-            self._give("{}")
-            self._done()
+            yield from self._called(name, mark, "{}")
         else:
             raise NoCall
 
@@ -977,12 +896,11 @@ class ToolCallReader:
         yield from source.spaces()
         while not (yield from source.one_of(")")):
             word = yield from source.run(_IDENTIFIER)
-            yield from source.spaces()
-            named = word and (yield from source.one_of("="))
+            named = (yield from source.next_of("=")) if word else ""
             if not named and n >= len(declared):
                 raise NoCall
             key = word if named else declared[n]
-            self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            self._give(f"{', ' if n else '{'}{_quoted(key)}: ")
             yield from source.spaces()
             if word and not named:
                 self._give(type_.member(key).literal(word + (yield from source.run(WORD))))
@@ -1003,42 +921,33 @@ class ToolCallReader:
             raise NoCall
         yield from source.spaces()
         if (yield from source.peek()) == "{":
-            self._start(name, mark)
-            yield from self._arguments(name)
-            self._done()
-            yield from source.spaces()
-            if (yield from source.one_of(TAGS[opener].ends)):
-                self._record()
+            yield from self._called(name, mark)
+            yield from self._closed(TAGS[opener].ends)
         else:
             yield from self._tagged_arguments(mark, opener, name)
 
-    def _tagged_arguments(self, mark: Mark, opener: str, name: str, *, begun: bool = False) -> Reading:
-        """Arguments between tags; ``begun``: what begins the first has been read."""
+    def _tagged_arguments(self, mark: Mark, opener: str, name: str) -> Reading:
+        """Arguments between tags."""
         source, tags, type_ = self._source, TAGS[opener], self._type(name)
         n = 0
         while True:
-            if not begun:
-                yield from source.spaces()
-                if not (yield from source.peek()):
-                    if self._cut or not n:
-                        raise NoCall
-                    break
-                if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
-                    break
-                if not (yield from source.one_of(tags.key)):
+            yield from source.spaces()
+            if not (yield from source.peek()):
+                if self._cut or not n:
                     raise NoCall
-            begun = False
+                break
+            if (yield from source.one_of(tags.ends) if tags.ends else source.ahead(mark.closers)):
+                break
+            yield from source.need(tags.key)
             key = (yield from source.run(_IN_TAG)).strip()
             attributes = yield from source.run(_ATTRIBUTES)
             if not key or not (yield from source.one_of(">", "</arg_key>")):
                 raise NoCall
             if tags.key == "<arg_key>":
-                yield from source.spaces()
-                if not (yield from source.one_of("<arg_value>")):
-                    raise NoCall
+                yield from source.need("<arg_value>")
             if not n:
                 self._start(name, mark)
-            self._give(f"{', ' if n else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            self._give(f"{', ' if n else '{'}{_quoted(key)}: ")
             n += 1
             if 'string="true"' in attributes or type_.member(key).is_text:
                 self._give('"')
@@ -1056,36 +965,31 @@ class ToolCallReader:
     def _tagged_value(self, mark: Mark, tags: Tags, declared: Sequence[str], put: Put) -> Reading:
         """A value up to what ends it. The value itself may hold such a text: what follows an end has to fit."""
         source = self._source
-        following = (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)
-        ends: tuple[str, ...] = (tags.value_ends,)
+        after = {tags.value_ends: (tags.key, tags.ends) if tags.ends else (tags.key, *mark.closers)}
         if tags.lines:
             yield from source.one_of("\n")
             # Some models forget to end a value.
-            ends = (f"\n{tags.value_ends}", tags.value_ends, f"\n{tags.key}", f"\n{tags.ends}")
-        pattern = re.compile("|".join(map(re.escape, ends)))
+            forgotten = {f"\n{tags.key}": tuple(f"{name}>" for name in declared)}
+            forgotten[f"\n{tags.ends}"] = (*mark.closers, *_OPENERS)
+            after = {f"\n{tags.value_ends}": after[tags.value_ends]} | after | forgotten
+        pattern = re.compile("|".join(map(re.escape, after)))
         while True:
-            text, match = source.search(pattern, ends)
+            text, match = source.search(pattern, tuple(after))
             if text:
                 put(text)
-            if match is None:
-                if not (yield from source.more()):
-                    rest = source.take(source.n_left)
-                    if self._cut:
-                        put(rest)
-                        raise NoCall
-                    put(rest.removesuffix("\n") if tags.lines else rest)
+            if match:
+                ended = yield from source.ahead(after[match[0]], len(match[0]))
+                read = source.take(len(match[0])) if not ended or match[0].endswith(tags.value_ends) else ""
+                if ended:
                     return
-            elif match[0].endswith(tags.value_ends):
-                if (yield from source.ahead(following, len(match[0]))):
-                    source.take(len(match[0]))
-                    return
-                put(source.take(len(match[0])))
-            else:
-                names = [f"{name}>" for name in declared]
-                fits = (*mark.closers, *_OPENERS) if match[0].endswith(tags.ends) else names
-                if (yield from source.ahead(fits, len(match[0]))):
-                    return
-                put(source.take(len(match[0])))
+                put(read)
+            elif not (yield from source.more()):
+                rest = source.take(source.n_left)
+                if self._cut:
+                    put(rest)
+                    raise NoCall
+                put(rest.removesuffix("\n") if tags.lines else rest)
+                return
 
     # -- calls on their way out ----------------------------------------------------------------------------------------
 
@@ -1095,8 +999,19 @@ class ToolCallReader:
     def _type(self, name: str) -> ArgumentType:
         return self._functions.get(name, UNTYPED)
 
-    def _arguments(self, name: str) -> Reading:
-        yield from read_value(self._source, self._give, self._type(name))
+    def _called(self, name: str, mark: Mark, arguments: str | None = None) -> Reading:
+        """A call with these arguments; None: they come, as JSON."""
+        self._start(name, mark)
+        if arguments is None:
+            yield from read_value(self._source, self._give, self._type(name))
+        else:
+            self._give(arguments)
+        self._done()
+
+    def _closed(self, *texts: str) -> Reading:
+        """Read one of these texts, if it comes: it belongs to the calls before it."""
+        if (yield from self._source.next_of(*texts)):
+            self._record()
 
     def _start(self, name: str, mark: Mark, *, early: bool = True) -> None:
         """A call begins; ``early``: it is one, whatever comes."""
@@ -1106,8 +1021,8 @@ class ToolCallReader:
         if not self._muted:
             self.n_calls += 1
         self._put(CallStart(self.n_calls - 1, f"call_{secrets.token_hex(12)}", name))
-        if early:
-            self._commit()
+        if early and not self._holding:
+            self._source.taken = None
 
     def _give(self, text: str) -> None:
         if text:
@@ -1115,34 +1030,18 @@ class ToolCallReader:
 
     def _put(self, piece: Piece) -> None:
         if not self._muted:
-            (self._pieces if self._source.taken is None else self._waiting).append(piece)
+            self._pieces.append(piece)
 
     def _record(self) -> None:
         """Calls until here stay; what follows may have to be given back."""
         self._source.record()
-        self._settled = self.n_calls, self.n_done
-
-    def _commit(self) -> None:
-        if not self._holding:
-            self._pieces += self._waiting
-            self._waiting, self._source.taken = [], None
+        self._n_sure, self._settled = len(self._pieces), (self.n_calls, self.n_done)
 
     def _done(self) -> None:
         self.n_done += not self._muted
         self._muted = False
-        self._commit()
         if not self._holding:
             self._record()
-
-
-@dataclass(slots=True)
-class _Call:
-    """An object that may be a call, as far as it was read."""
-
-    name: str | None = None
-    arguments: str | None = None
-    begun: bool = False
-    nested: bool = False
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

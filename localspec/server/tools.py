@@ -18,17 +18,12 @@ from localspec.spec_decode.rounds import EmittedToken, Round
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, as OpenAI has them; empty if none may be called.
-
-    Attributes:
-        required: the answer must be a call; ``forced``: of this function.
-        parallel: whether there may be several calls.
-    """
+    """The tools of a request, as OpenAI has them; empty if none may be called."""
 
     tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    required: bool = False
-    forced: str | None = None
-    parallel: bool = True
+    required: bool = False  # the answer must be a call
+    forced: str | None = None  # of this function
+    parallel: bool = True  # there may be several calls
 
 
 def usual_role(role: str) -> str:
@@ -37,16 +32,10 @@ def usual_role(role: str) -> str:
 
 
 def messages_for(messages: Sequence[Any], system: str | None = None) -> list[dict[str, Any]]:
-    """Messages as templates take them.
+    """OpenAI's messages as templates take them; ``system``: where they have no system prompt.
 
-    Arguments of earlier calls become objects: OpenAI has them as strings, templates print them as JSON.
-
-    Args:
-        messages: as OpenAI has them.
-        system: system prompt where the messages have none.
-
-    Raises:
-        UsageError: they are malformed.
+    Arguments of earlier calls become objects: OpenAI has them as strings, templates print them as JSON. A
+    ``UsageError`` for messages that are malformed.
     """
     prepared: list[dict[str, Any]] = []
     for message in checked_messages(messages):
@@ -73,10 +62,8 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forced_call(template: ChatTemplate, use: ToolUse, params: SamplingParams) -> tuple[str, SamplingParams]:
-    """How an answer is made to be a call: its beginning is given, and a schema followed instead of the request's.
-
-    Returns:
-        The beginning of the answer, to be put behind the prompt; the request's parameters, with the schema.
+    """How an answer is made to be a call: its beginning, to be put behind the prompt; and the request's parameters,
+    with a schema instead of its own.
 
     Raises:
         UsageError: the request also has a grammar, or the schema of a strict tool cannot be followed.
@@ -133,17 +120,11 @@ def _move(place: str, schema: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came since the last one.
+    """What came since the last one."""
 
-    Attributes:
-        pieces: verified text, and beginnings and arguments of tool calls, in their order.
-        thinking: the thinking before it.
-        tokens: those whose text has been released, calls included, thinking not.
-    """
-
-    pieces: Sequence[Piece] = ()
-    thinking: str = ""
-    tokens: list[EmittedToken] = field(default_factory=list)
+    pieces: Sequence[Piece] = ()  # verified text, and beginnings and arguments of tool calls, in their order
+    thinking: str = ""  # before it
+    tokens: list[EmittedToken] = field(default_factory=list)  # whose text has been released; calls, but not thinking
 
     def __bool__(self) -> bool:
         return bool(self.pieces or self.thinking or self.tokens)
@@ -167,13 +148,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class DeltaReader:
-    """Rounds -> deltas.
-
-    Args:
-        use: the functions that may be called; without any, no calls are read.
-        opening: the beginning of the answer that the model was given, where a call is forced.
-        wants_tokens: whether tokens are collected.
-    """
+    """Rounds -> deltas; ``opening``: the beginning of the answer that the model was given."""
 
     def __init__(self, use: ToolUse, opening: str = "", *, wants_tokens: bool = False) -> None:
         self._parallel = use.parallel

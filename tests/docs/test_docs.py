@@ -136,7 +136,7 @@ def test_the_bounds_of_the_server_are_those_that_hold() -> None:
     bounds += [errors.MAX_DEPTH, errors.MAX_CONTAINERS, errors.MAX_DIGITS]
     bounds += [requests.MAX_MESSAGES, requests.MAX_TOOLS, requests.MAX_CHOICES, requests.MAX_STOPS, requests.MAX_STOP]
     bounds += [structured.MAX_SCHEMA, structured.MAX_OPTIONAL, requests.MAX_BIASES]
-    bounds += [tool_calls_module.MAX_VALUES, tool_calls_module.MAX_STEPS]
+    bounds += [tool_calls_module.MAX_VALUES, tool_calls_module.MAX_SCHEMAS]
     bounds += [responses.MAX_METADATA, responses.MAX_NAME, responses.MAX_VALUE]
     bounds += [service_module.MAX_RESPONSES, service_module.MAX_BYTES >> 20]
     bounds += [conversations.conversations, conversations.bytes_each >> 20, conversations.bytes_together >> 20]

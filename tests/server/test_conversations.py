@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 import sys
 import threading
@@ -116,19 +117,10 @@ def test_what_is_no_conversation_is_refused(server: Server, body: Any, field: st
     assert ask(server, "GET")[1]["data"] == []
 
 
-def test_a_number_that_is_not_finite_spoils_nothing(server: Server, isolated_home: Path) -> None:
-    """Such a one is refused; one that is on the disk already is left out, and the rest is there."""
+def test_a_number_that_is_not_finite_is_refused(server: Server) -> None:
     body = json.dumps(content()).replace("0.5", "1e999").encode()
     status, refused = ask(server, "POST", body=body)
     assert (status, "too large" in refused["error"]["message"]) == (400, True)
-    made = ask(server, "POST", body=content())[1]["id"]
-    (path,) = isolated_home.glob(f"conversations/{made}.json")
-    for number in ("1e999", "NaN", "-Infinity"):
-        text = path.read_text()
-        path.write_text(text.replace("0.5", number))
-        status, kept = ask(server, "GET", "/" + made)
-        path.write_text(text)
-        assert (status, kept["settings"], len(kept["messages"])) == (200, {}, 2)
 
 
 def test_no_name_leads_out_of_the_folder(server: Server, isolated_home: Path) -> None:
@@ -166,6 +158,7 @@ DAMAGES: tuple[dict[str, Any] | str, ...] = (
     *({"messages": [{"role": "user", "content": "x", "versions": each}]} for each in ([[{"role": "user"}]], [[]])),
     {"messages": [{"role": "user", "content": "x", "files": [{"text": "hello"}]}]},
     {"updated": "now"},
+    {"settings": {"temperature": math.inf}},
     {"format": 2},
     *("", "{", "[]"),
 )

@@ -246,7 +246,7 @@ TYPES: list[tuple[type[Body], str, str]] = [
     (anthropic.ToolUseBlock, BLOCKS, "ToolUseBlockParam"),
     (anthropic.ToolResultBlock, BLOCKS, "ToolResultBlockParam"),
     (anthropic.ThinkingBlock, BLOCKS, "ThinkingBlockParam"),
-    (anthropic.RedactedThinkingBlock, BLOCKS, "RedactedThinkingBlockParam"),
+    (anthropic.ThinkingBlock, BLOCKS, "RedactedThinkingBlockParam"),
     (anthropic.AnthropicTool, BLOCKS, "ToolParam"),
     (anthropic.AnthropicToolChoice, BLOCKS, "ToolChoiceToolParam"),
     (anthropic.OutputConfig, BLOCKS, "OutputConfigParam"),

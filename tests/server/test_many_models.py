@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import socket
 import threading
 import time
@@ -133,6 +134,16 @@ def test_all_on_the_disk_are_served_and_loaded_when_asked_for(disk: Path) -> Non
         assert b'localspec_model_loaded{model="code"} 1.0' in metrics
 
 
+def test_files_of_one_name_are_told_apart(disk: Path) -> None:
+    (models_dir() / "hf/acme/more").mkdir()
+    shutil.copy(disk / "red.gguf", models_dir() / "hf/acme/more/red.gguf")
+    with serve_several(aliases=["gpt-4"]) as server:
+        assert sorted(each["id"] for each in ask(server, "/v1/models")["data"]) == ["blue", "code", "red", "red-2"]
+        first, second = (ask(server, "/api/show", {"model": f"hf:acme/{repo}/red.gguf"}) for repo in ("tiny", "more"))
+        assert {first["modelfile"], second["modelfile"]} == {"FROM red\n", "FROM red-2\n"}
+        assert [model.names[-1] for model in server.host.models].count("gpt-4") == 1
+
+
 def test_named_models_alone_are_served(disk: Path) -> None:
     how = opening(specs=[str(disk / "red.gguf"), "hf:acme/tiny/code.gguf"])
     with serve_several(how, aliases=["gpt-4"]) as server:
@@ -152,7 +163,7 @@ DURATIONS = {
 
 def test_keep_alive_has_ollama_s_forms() -> None:
     assert {value: read_keep_alive(value) for value in DURATIONS} == pytest.approx(DURATIONS)
-    for value in ("forever", "", "5 m", "m", True, "1e9", [], "--5m"):
+    for value in ("forever", "", "5 m", "m", True, "1e9", [], "--5m", "1" * 1_000_000):
         with pytest.raises(ValueError, match="no duration"):
             read_keep_alive(value)
 
@@ -165,7 +176,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
         assert generate()["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
-        assert 0 < shown["size"] == server.host.named("red").needed
+        assert 0 < shown["size"] == server.host.named("red").plan.needed
         assert "T" in shown["expires_at"]
         assert generate(keep_alive=-1)["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
@@ -191,7 +202,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
 def test_one_that_is_used_least_recently_makes_room(disk: Path) -> None:
     with serve_several(prefix_cache=0) as server:
-        server.host.memory = sum(sorted(model.needed for model in server.host.models)[1:])
+        server.host.memory = sum(sorted(model.plan.needed for model in server.host.models)[1:])
         for name, expected in (
             ("blue", ["blue"]),
             ("code", ["blue", "code"]),
@@ -212,15 +223,19 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
         assert refused(server, "/v1/messages", chat("red"))[1] == message
     ggufs.write_llama(disk / "alpha.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=1)
     with serve_several(prefix_cache=0) as server:
-        server.host.memory = server.host.named("blue").needed
-        assert server.host.named("alpha").needed > server.host.memory  # what names none goes to one that fits
+        server.host.memory = server.host.named("blue").plan.needed
+        assert server.host.named("alpha").plan.needed > server.host.memory  # what names none goes to one that fits
         assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
 def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(gpu_memory=1 << 30, prefix_cache=0) as server:
         blue, _, red = server.host.models
-        assert (blue.plan.load.n_gpu_layers, blue.needed, blue.plan.on_gpu) == (-1, 0, red.plan.on_gpu)  # all of it
+        assert (blue.plan.load.n_gpu_layers, blue.plan.needed, blue.plan.on_gpu) == (
+            -1,
+            0,
+            red.plan.on_gpu,
+        )  # all of it
         most = max(model.plan.on_gpu for model in server.host.models)
     monkeypatch.setattr(hosting, "_taken", lambda *given, **more: hosting.Space(0, most))  # as if there was one
     with serve_several(gpu_memory=2 * most, prefix_cache=0) as server:
@@ -248,7 +263,7 @@ def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPat
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(prefix_cache=0) as server:
         blue, _, red = server.host.models
-        server.host.memory = max(red.needed, blue.needed)
+        server.host.memory = max(red.plan.needed, blue.plan.needed)
         answers: list[str] = []
 
         def one(model: str) -> None:
@@ -271,7 +286,7 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
 def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
     how = opening({"parallel": 2})
     with serve_several(how, prefix_cache=0) as server:
-        plan, most = server.host.named("red").plan, server.host.named("red").needed
+        plan, most = server.host.named("red").plan, server.host.named("red").plan.needed
         assert (plan.load.parallel, plan.drafts) == (2, True)
     for memory in (most, most - 1):
         with serve_several(how, prefix_cache=0, memory=memory) as server:
@@ -517,7 +532,7 @@ def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
             expected.append(("/api/embed", {"model": "bert", "input": text}, said))
         model.close()
     with serve_several(keep_alive=0.2, queue=64, prefix_cache=0) as server:
-        sizes = sorted(model.needed for model in server.host.models)
+        sizes = sorted(model.plan.needed for model in server.host.models)
         server.host.memory = sum(sizes[-2:])  # the largest two, not all
         answered, most = many_requests(server, expected, 120)
         assert answered > 100

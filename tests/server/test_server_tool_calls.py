@@ -157,7 +157,8 @@ MARKED = [name for name, write in FORMATS.items() if not write(WEATHER).lstrip()
 
 
 TABLES = json.loads((Path(__file__).parent / "tool_calls.json").read_text("utf-8"))
-"""Cases: a text, what is said, the calls; texts that are none; values: a schema, a text, what it is read as."""
+"""Cases: a text, what is said, the calls; texts that are none; schemas of texts; values: a schema, a text, what it is
+read as."""
 
 
 def read(text: str, cuts: list[int], *, cut: bool = False, parallel: bool = True) -> tuple[str, list[tuple[str, Any]]]:
@@ -345,6 +346,10 @@ def test_a_schema_of_many_values_is_read_once(kind: str, n: int) -> None:
 DEFINITIONS = {"Text": {"type": "string"}, "Zip": {"enum": ["007", "123", "true", "1e5", "-0", "[1]"]}}
 
 
+ODD_TEXTS = ("007", "123", "true", "1e5", "-0", "[1]")
+"""What stays as it is where a text may stand."""
+
+
 def arguments_of(text: str, schema: Any) -> Any:
     parameters = {"type": "object", "properties": {"x": schema}, "$defs": DEFINITIONS, "definitions": DEFINITIONS}
     reader = ToolCallReader([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
@@ -352,7 +357,10 @@ def arguments_of(text: str, schema: Any) -> Any:
     return json.loads("".join(piece.text for piece in pieces if isinstance(piece, CallArguments)))
 
 
-@pytest.mark.parametrize(("schema", "text", "value"), TABLES["between tags"])
+KEPT = [[schema, text, text] for schema in TABLES["texts between tags"] for text in ODD_TEXTS]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), [*KEPT, *TABLES["between tags"]])
 def test_text_between_tags_has_the_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
     for written in (
         f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>",
@@ -377,7 +385,7 @@ def test_values_that_have_a_type_get_another_only_where_the_schema_asks_for_it(
 
 STREAMS: dict[str, list[tuple[str, str]]] = {
     "text while no call can begin": [("Hello there", "Hello there"), (" <tool", ""), ("s are", " <tools are")],
-    "an object that cannot be a call": [('{"answ', '{"answ')],
+    "an object that cannot be a call": [('{"answ', ""), ('er": 4', '{"answer": 4')],
     "arguments behind a mark": [
         ('<tool_call>\n{"name": "weather", "arguments": {"city": "Par', '>weather{"city": "Par'),
         ('is"', 'is"'),
