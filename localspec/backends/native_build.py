@@ -8,24 +8,26 @@ them with the wheel's on models of this disk. Their record, without which no eng
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import IO, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -121,7 +123,17 @@ def build(
                 contradicted.append(error)
         if contradicted and not found:
             raise contradicted[0]
-        _put_in_place(lib, folder / "lib", found)
+        place = folder / "lib"
+        shutil.rmtree(place, ignore_errors=True)
+        lib.replace(place)
+        record = {
+            "digest": digest(place),
+            "flags": sorted(cpu_flags()),
+            "day": time.strftime("%Y-%m-%d"),
+            "comparisons": [asdict(each) for each in found],
+        }
+        with write_atomically(place / ik_llama.RECORD) as file:
+            file.write(json.dumps(record, indent=1).encode())
         for name in ("source", "out"):
             shutil.rmtree(folder / name, ignore_errors=True)
     return found, [str(error) for error in contradicted]
@@ -196,21 +208,22 @@ def _fetch(source: Path, log: Path, report: Report) -> None:
         raise EngineUnavailable("LOCALSPEC_OFFLINE is set, so the source of ik-llama is not fetched")
     report(f"fetching the source of {PACKAGE}, 42 MB", None)
     with tempfile.TemporaryDirectory(prefix="incoming-", dir=source.parent) as name:
-        command = [
-            *pip_command(),
-            "download",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--no-input",
-            "--no-cache-dir",
-        ]
-        command += ["--no-binary", "ik-llama-cpp-python", "-d", name, PACKAGE]
-        if _run(command, log, environment={"TMPDIR": name, "TEMP": name, "TMP": name}):
+        environment = {"TMPDIR": name, "TEMP": name, "TMP": name}
+        found = fetched(PACKAGE, "vendor/ik_llama.cpp", Path(name), partial(_run, log=log, environment=environment))
+        if found is None:
             raise _failure(f"pip could not fetch the source of {PACKAGE}", log)
-        with tarfile.open(next(Path(name).glob("*.tar.gz"))) as packed:
-            wanted = [each for each in packed.getmembers() if "/vendor/ik_llama.cpp/" in each.name]
-            packed.extractall(name, wanted, filter="data")
-        next(Path(name).glob("*/vendor/ik_llama.cpp")).replace(source)
+        found.replace(source)
+
+
+def fetched(package: str, part: str, folder: Path, run: Callable[[list[str]], int]) -> Path | None:
+    """A folder of a package's source distribution, fetched to ``folder`` by pip, which ``run`` runs; None where pip has
+    none."""
+    command = [*pip_command(), "download", "--disable-pip-version-check", "--no-deps", "--no-input", "--no-cache-dir"]
+    if run([*command, "--no-binary", package.partition("==")[0], "-d", str(folder), package]):
+        return None
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as packed:
+        packed.extractall(folder, [each for each in packed if f"/{part}/" in each.name], filter="data")
+    return next(folder.glob(f"*/{part}"))
 
 
 def _configure(source: Path, out: Path, log: Path) -> None:
@@ -401,93 +414,75 @@ class BuildProcess:
     """A process that runs a file in one build of ik-llama; EngineUnavailable where that does not load."""
 
     def __init__(self, library: Path, model: Path, n_threads: int | None = None) -> None:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            ik_llama.LIBRARY: str(library),
-        }
-        command = [sys.executable, "-m", "localspec.backends.native_build", str(model), str(n_threads or 0)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
-        )
-        self._in, self._out = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        spawning = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawning.Pipe()
+        self._process = spawning.Process(target=_serve, args=(theirs, library, model, n_threads), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.engine = str(library)
         try:
-            self.engine: str
-            self.engine, self.features, self.own_kl = json.loads(self._out.readline())
-        except ValueError:
-            said = self._process.communicate()[1].strip().splitlines()
-            raise EngineUnavailable(
-                f"{library} does not run {model.name} here: {said[-1] if said else self._process.returncode}"
-            ) from None
+            self.engine, self.features, self.own_kl = self._answer()
+        except (LocalspecError, OSError) as error:
+            raise EngineUnavailable(f"{library} does not run {model.name} here: {error}") from None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._process.kill()
-        self._process.communicate()
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.join()
 
-    def _ask(self, line: str) -> str:
-        self._in.write(line + "\n")
-        self._in.flush()
-        answer = self._out.readline()
-        if not answer:
-            raise EngineUnavailable(f"{self.engine} came to an end: {self._process.wait()}")
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise EngineUnavailable(f"{self.engine} came to an end: {self._process.exitcode}") from None
+        if isinstance(answer, Exception):
+            raise answer
         return answer
 
     def ms(self, width: int, passes: int = 1) -> float:
         """The shortest of some passes over so many tokens, with 64 in the memory [ms]."""
-        return float(self._ask(f"{width} {passes}"))
+        self._pipe.send((width, passes))
+        return float(self._answer())
 
     def logits(self) -> FloatArray:
         """Of 64 tokens, in passes of 16 [64, n_vocab]."""
-        n_vocab, data = json.loads(self._ask("logits"))
-        return np.frombuffer(b64decode(data), dtype="<f4").reshape(-1, n_vocab)
+        self._pipe.send(None)
+        rows: FloatArray = self._answer()
+        return rows
 
 
-def main() -> None:
+def _serve(pipe: Connection, library: Path, path: Path, n_threads: int | None) -> None:
     """The process of a ``BuildProcess``."""
-    path, n_threads = Path(sys.argv[1]), int(sys.argv[2]) or None
-    with ik_llama.load(path, n_threads=n_threads) as model:
-        features = built_for(system_info(ik_llama.binding().lib))
-        print(json.dumps([model.engine, features, check_model(model).mean_kl]), flush=True)
-        tokens = check_tokens(model, _FILL)
-        tokens = (tokens * (2 + max(TIMED) // len(tokens) + _FILL // len(tokens)))[: _FILL + max(TIMED)]
-        with model.new_context(len(tokens) + 8) as context:
-            context.decode(tokens[:_FILL], "none")
-            for line in sys.stdin:
-                if line.strip() == "logits":
-                    context.truncate(0)
-                    rows = [context.decode(tokens[i : i + 16]).logits.copy() for i in range(0, _FILL, 16)]
-                    logits = np.ascontiguousarray(np.concatenate(rows), dtype="<f4")
-                    print(json.dumps([logits.shape[1], b64encode(logits.tobytes()).decode()]), flush=True)
-                    continue
-                width, passes = map(int, line.split())
-                best = float("inf")
-                for _ in range(passes):
-                    started = time.perf_counter()
-                    context.decode(tokens[_FILL : _FILL + width], "last" if width > 16 else "all")
-                    best = min(best, (time.perf_counter() - started) * 1e3)
-                    context.truncate(_FILL)
-                print(best, flush=True)
-
-
-# -- what is kept ------------------------------------------------------------------------------------------------------
-
-
-def _put_in_place(lib: Path, place: Path, found: Sequence[BuildComparison]) -> None:
-    shutil.rmtree(place, ignore_errors=True)
-    lib.replace(place)
-    record = {
-        "digest": digest(place),
-        "flags": sorted(cpu_flags()),
-        "day": time.strftime("%Y-%m-%d"),
-        "comparisons": [asdict(each) for each in found],
-    }
-    with write_atomically(place / ik_llama.RECORD) as file:
-        file.write(json.dumps(record, indent=1).encode())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
+    os.environ[ik_llama.LIBRARY] = str(library)
+    try:
+        model = ik_llama.load(path, n_threads=n_threads)
+        pipe.send((model.engine, built_for(system_info(ik_llama.binding().lib)), check_model(model).mean_kl))
+    except (LocalspecError, OSError) as error:
+        pipe.send(error)
+        return
+    tokens = check_tokens(model, _FILL)
+    tokens = (tokens * (2 + max(TIMED) // len(tokens) + _FILL // len(tokens)))[: _FILL + max(TIMED)]
+    with model, model.new_context(len(tokens) + 8) as context:
+        context.decode(tokens[:_FILL], "none")
+        while True:
+            asked = pipe.recv()
+            if asked is None:
+                context.truncate(0)
+                rows = [context.decode(tokens[i : i + 16]).logits.copy() for i in range(0, _FILL, 16)]
+                pipe.send(np.concatenate(rows))
+                continue
+            width, passes = asked
+            ms = []
+            for _ in range(passes):
+                started = time.perf_counter()
+                context.decode(tokens[_FILL : _FILL + width], "last" if width > 16 else "all")
+                ms.append((time.perf_counter() - started) * 1e3)
+                context.truncate(_FILL)
+            pipe.send(min(ms))
 
 
 def comparisons() -> list[BuildComparison]:
@@ -498,7 +493,3 @@ def comparisons() -> list[BuildComparison]:
             wheel, compiled = ({int(w): float(ms) for w, ms in times.items()} for times in each["ms"])
             found.append(BuildComparison(**{**each, "ms": (wheel, compiled)}))
     return found
-
-
-if __name__ == "__main__":
-    main()
