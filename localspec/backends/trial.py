@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from localspec.backends.base import Model, Piece, Progress
@@ -43,15 +44,12 @@ def survives(
             raise Cancelled(f"loading {path.name} was stopped")
 
     def examine() -> dict[str, bool] | None:
-        name, how_many = engine.partition(" ")[0], "several" if several else "one"
-        arguments = [str(path), name, kv_type, str(n_threads), how_many]
+        arguments = [str(path), engine.partition(" ")[0], kv_type, str(n_threads), key["memory"]]
         status = run_child("from localspec.backends import trial; trial.main()", arguments, tick)
         # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
         return None if status in KILLED_FROM_OUTSIDE else {"survives": status in (0, 1)}
 
-    key = {"engine": engine, "file": fingerprint(path), "kv": kv_type}
-    if several:
-        key["memory"] = "several, and trees"
+    key = {"engine": engine, "file": fingerprint(path), "kv": kv_type, "memory": "several" if several else "one"}
     found = remembered(JsonStore(home() / "trials", _FORMAT), key, examine)
     return bool(found and found["survives"])
 
@@ -72,10 +70,9 @@ def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> 
     with subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet) as child:
         try:
             while True:
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     return child.wait(_POLL_S)
-                except subprocess.TimeoutExpired:
-                    tick()
+                tick()
         finally:
             child.kill()
 
@@ -86,10 +83,10 @@ N_TOKENS = 280  # more than ik-llama computes together, so that windows and mask
 
 
 def main() -> None:
-    path, backend, kv_type, n_threads, how_many = sys.argv[1:]
+    path, backend, kv_type, n_threads, memory = sys.argv[1:]
     with engine_module(backend).open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
         tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
-        (_feed_several if how_many == "several" else _feed_one)(model, tokens)
+        (_feed_several if memory == "several" else _feed_one)(model, tokens)
 
 
 def _feed_one(model: Model, tokens: list[int]) -> None:

@@ -152,13 +152,12 @@ def load_checked(
         if verdict["holds"]:
             return model
         model.close()
-    for repacked in repack.copies(path, source, say):
+    if (repacked := repack.near_exact_copy(path, source, say)) is not None:
         copy: Model = module.load(repacked, **options)
-
-        def examine(copy: Model = copy) -> dict[str, Any]:
-            return _compare(copy, path, options, _examine_alone(copy))
-
-        if remembered(store, key(fingerprint(repacked)), examine)["holds"]:
+        found = remembered(
+            store, key(fingerprint(repacked)), lambda: _compare(copy, path, options, _examine_alone(copy))
+        )
+        if found["holds"]:
             return copy
         copy.close()
         repacked.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, TokenIds, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
-from localspec.backends.llama.batch import LlamaSequences
+from localspec.backends.llama.ggml import rows_at
 from localspec.backends.llama.llama_cpp import binding, gpu_layers
 from localspec.backends.llama.model import LlamaContext, LlamaModel
 from localspec.backends.llama.passes import KV_TYPES, BestLogits, LlamaPasses
@@ -124,23 +124,17 @@ class LlamaHeadModel(Model):
         return target
 
     def new_handle(self, model: int, n_ctx: int, n_rows: int, n_threads: int, other: int) -> int:
-        api = self.binding.api
         # Over another memory it has to take the sequences of that, and ends the process with fewer rows than those.
-        n_sequences = api.llama_n_seq_max(other) if self.head.reads else 1
+        n_sequences = self.binding.lib.llama_n_seq_max(other) if self.head.reads else 1
         n_rows = n_sequences if self.head.reads else n_rows
-        params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = -(-n_ctx // 256) * 256, n_rows, n_rows
-        params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = KV_TYPES[self.kv_type]
-        self.binding.set_context_options(params, n_sequences)
-        if other:
-            params.ctx_other = other
-        if self.head.has_zeroth or self.head.reads:
-            params.ctx_type = self.staging.mtp
-        handle = api.llama_init_from_model(model, params)
+        fields: dict[str, Any] = {"n_ctx": -(-n_ctx // 256) * 256, "n_batch": n_rows, "n_ubatch": n_rows}
+        fields |= dict.fromkeys(("type_k", "type_v"), KV_TYPES[self.kv_type])
+        fields |= {"ctx_other": other} if other else {}
+        fields |= {"ctx_type": self.staging.mtp} if self.head.has_zeroth or self.head.reads else {}
+        handle = self.binding.new_context(model, n_threads, n_sequences, **fields)
         if not handle:
             raise EngineError(f"{self.engine} could not create a context of {n_ctx} rows for {self.path.name}")
-        return int(handle)
+        return handle
 
     def reader_of(self, passes: LlamaPasses, n_threads: int) -> LlamaMemoryReader:
         """The context over a memory of the target, for all of its sequences."""
@@ -288,13 +282,11 @@ class LlamaHeadContext(HeadContext):
 
     def _logits(self, n: int) -> FloatArray:
         """The logits of a pass, of the tokens that the head can guess [n, n_out], a copy."""
-        address = ctypes.cast(self._binding.lib.llama_get_logits(self._handle), ctypes.c_void_p).value
-        if not address:
-            raise EngineError(f"{self.model.engine} returned no logits")
         width, ids = self.model.head.n_vocab, self.model.head.ids
-        view: Any = np.ctypeslib.as_array((ctypes.c_float * width * n).from_address(address))
-        rows: FloatArray = view[:, ids] if len(ids) < width else view.copy()
-        return rows
+        found = rows_at(self._binding.lib.llama_get_logits(self._handle), n, width)
+        if found is None:
+            raise EngineError(f"{self.model.engine} returned no logits")
+        return found[:, ids] if len(ids) < width else found.copy()
 
     def _truncate(self, n: int) -> None:
         if not n or not self._binding.remove(self._handle, n):
@@ -337,10 +329,9 @@ class LlamaFollowingContext(HeadContext):
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         assert self._target is not None
         assert len(tokens) == 1
-        holder, sequence = self._target.place
-        assert isinstance(holder, LlamaContext | LlamaSequences)
-        reader = self.model.reader_of(holder.passes, self._n_threads)
-        reader.sequence, reader.position = sequence, self._target.n_past
+        assert isinstance(self._target, LlamaContext)
+        reader = self.model.reader_of(self._target.passes, self._n_threads)
+        reader.sequence, reader.position = self._target.sequence, self._target.n_past
         return reader._decode_floats(rows, tokens, logits)
 
     def _truncate(self, n: int) -> None:

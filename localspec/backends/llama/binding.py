@@ -75,37 +75,30 @@ class Placed:
             if buffer not in places.buffers or buffer not in reached:
                 names = ", ".join(name for name in places.buffers if name in reached)
                 raise UsageError(f"--override-tensor {pattern}={buffer}: the model uses the buffers {names}")
-        self._devices = self._overrides = self._shares = None
+        # Fields of ``llama_model_params``; a pointer keeps what it points to.
+        one = {"split_mode": placement.split_mode and _SPLIT[placement.split_mode], "main_gpu": placement.main_gpu}
+        self._params: dict[str, Any] = {name: value for name, value in one.items() if value is not None}
         if placement.device is not None or placement.rpc:
             handles = [place.handle for place in self.used]
-            self._devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+            devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+            self._params["devices"] = ctypes.cast(devices, ctypes.c_void_p)
         if overrides:
             rows = [_Override(pattern.encode(), places.buffers[buffer]) for pattern, buffer in overrides]
-            self._overrides = (_Override * (len(rows) + 1))(*rows, _Override(None, None))
-        if placement.tensor_split:
-            self._shares = (ctypes.c_float * max(places.most, len(placement.tensor_split)))(*placement.tensor_split)
+            table = (_Override * (len(rows) + 1))(*rows, _Override(None, None))
+            self._params["tensor_buft_overrides"] = ctypes.cast(table, ctypes.c_void_p)
+        if shares := placement.tensor_split:
+            split = (ctypes.c_float * max(places.most, len(shares)))(*shares)
+            self._params["tensor_split"] = ctypes.cast(split, ctypes.POINTER(ctypes.c_float))
+        self.keeps_some = bool(overrides)  # whether some tensors were told to stay on the CPU
 
     @property
     def lost(self) -> str | None:
         """Why a device is gone; None while all are there."""
         return next((link.lost for link in self.links if link.lost is not None), None)
 
-    @property
-    def keeps_some(self) -> bool:
-        """Whether some tensors were told to stay on the CPU."""
-        return self._overrides is not None
-
     def fill(self, params: Any) -> None:
-        if self.placement.split_mode is not None:
-            params.split_mode = _SPLIT[self.placement.split_mode]
-        if self.placement.main_gpu is not None:
-            params.main_gpu = self.placement.main_gpu
-        if self._devices is not None:
-            params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
-        if self._overrides is not None:
-            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
-        if self._shares is not None:
-            params.tensor_split = ctypes.cast(self._shares, ctypes.POINTER(ctypes.c_float))
+        for name, value in self._params.items():
+            setattr(params, name, value)
 
 
 def _used(placement: Placement, places: Places, engine: str) -> list[Place]:
@@ -147,7 +140,7 @@ class Binding(ABC):
     api: Any  # the module that has the structs and the functions that take them
     tensors: TensorFunctions
     gpu = False  # whether it was built for one
-    state_flags: tuple[int, ...] = ()  # last arguments of the functions that save a sequence, where there are any
+    state_suffix = ""  # of the functions that save a sequence, whose last arguments are flags
     saves_recurrent = False  # whether what cannot be rewound can be saved without keys and values
     alignment = 1  # of tensors in the file [bytes]; more for an engine that computes from the mapped file
     keeps_rows = False  # see ``Capabilities``
@@ -198,48 +191,24 @@ class Binding(ABC):
     def free_model(self, model: int) -> None: ...
 
     def new_context(
-        self,
-        model: int,
-        n_ctx: int,
-        n_threads: int,
-        kv_type: int,
-        n_sequences: int = 1,
-        *,
-        branches: bool = False,
-        evaluate: Any = None,
-        n_snapshots: int = 0,
+        self, model: int, n_threads: int, n_sequences: int = 1, *, branches: bool = False, **fields: Any
     ) -> int | None:
-        """A context for so many sequences, or with ``branches`` for ``MAX_SEQUENCES``; see ``LlamaPasses``.
+        """A context for so many sequences, or with ``branches`` for ``MAX_SEQUENCES``.
 
-        ``evaluate`` is asked about each node of its passes, and must live as long as the context.
+        ``fields`` are further ones of ``llama_context_params``; what they point to must live as long as the context.
         """
         self.check_room()
         params = self.api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
         params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = kv_type
-        if evaluate is not None:
-            params.cb_eval = evaluate
         self.set_context_options(params, n_sequences, branches)
-        if n_snapshots:
-            params.n_rs_seq = n_snapshots
+        for name, value in fields.items():
+            setattr(params, name, value)
         handle: int | None = self.api.llama_init_from_model(model, params)
         return handle
 
     def n_snapshots(self, ctx: int) -> int:
         """How many tokens of a pass, but for its first, can be taken back from a memory that cannot be rewound."""
         return 0
-
-    def new_embedding_context(self, model: int, n_ctx: int, n_threads: int, pooling: int) -> int | None:
-        """A context that computes a text's embedding, in one pass, since every token may see all others."""
-        self.check_room()
-        params = self.api.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
-        params.n_threads = params.n_threads_batch = n_threads
-        self.set_context_options(params, 1)
-        params.embeddings, params.pooling_type = True, pooling
-        handle: int | None = self.api.llama_init_from_model(model, params)
-        return handle
 
     def free_context(self, ctx: int) -> None:
         self.api.llama_free(ctx)

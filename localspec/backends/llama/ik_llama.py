@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable
 from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from localspec.backends import trial
 from localspec.backends.base import Progress
 from localspec.backends.llama.binding import Binding, Bytes, Place, Places
 from localspec.backends.llama.ggml import (
@@ -27,8 +27,8 @@ from localspec.backends.llama.ggml import (
     built_for,
     digest,
     engine_log,
+    exporting,
     foreign_features,
-    ggml_library,
     system_info,
 )
 from localspec.backends.llama.model import LlamaModel
@@ -36,7 +36,6 @@ from localspec.backends.placement import Placement
 from localspec.backends.soundness import has_usual_sizes
 from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile, TensorInfo
-from localspec.model_files.kv_memory import check_kv_type
 from localspec.system.files import home
 from localspec.system.machine import (
     cpu_features,
@@ -131,10 +130,8 @@ FAMILIAR = {
     "command-r", "deci", "falcon", "gemma", "gptneox", "internlm2", "llama", "minicpm", "olmo", "phi2", "qwen", "qwen2",
     "qwen2moe", "qwen3", "qwen3moe", "refact", "stablelm", "xverse",
 }  # fmt: skip
-"""Architectures that were run on files of many sizes; others, and narrow sliding windows, are tried in another process
-first (see ``trial``)."""
+"""Architectures that were run on files of many sizes; others are tried in another process first (see ``trial``)."""
 
-WIDE_WINDOW = 512
 _FAMILIAR_TYPES = {
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS",
@@ -218,14 +215,6 @@ def _imported() -> tuple[Any, ctypes.CDLL | None]:
     return api, loaded
 
 
-_OF_GGML = (
-    "ggml_blck_size",
-    "ggml_backend_reg_get_count",
-    "ggml_backend_reg_get_default_buffer_type",
-    "ggml_backend_buft_name",
-)
-"""Functions of another library than the rest, which on Windows has to be said."""
-
 _ALL_LAYERS = 9999  # of its GPU layers there is no number that stands for all
 
 _MOVED_AT_ONCE = 100  # rows that one round of its defragmentation moves at least; of a model of 28 layers it moves 390
@@ -248,7 +237,6 @@ class IkLlamaBinding(Binding):
     repacks = True  # False maps a file instead of reading and repacking all of it
     token_before_floats = True  # of its first pass of one row it looks at the token, which floats have none of
     batches_kv_types = False  # without flash attention the values are not quantised
-    state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
 
     def __init__(self) -> None:
         try:
@@ -268,11 +256,7 @@ class IkLlamaBinding(Binding):
         prepare_threads()
         try:
             api, self._base = _imported()
-
-            lib = api._lib
-            ggml = ggml_library(lib)
-            for name in _OF_GGML:
-                setattr(lib, name, getattr(ggml, name))
+            lib, ggml = api._lib, exporting(api._lib, "ggml_init")
         except (OSError, ImportError, AttributeError) as error:
             hint = "; it needs Microsoft's Visual C++ Redistributable (x64)" if sys.platform == "win32" else ""
             raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}{hint}") from None
@@ -294,6 +278,8 @@ class IkLlamaBinding(Binding):
             ("llama_synchronize", [pointer], None),
             ("llama_get_logits", [pointer], pointer),
             ("llama_n_vocab", [pointer], i32),
+            ("ggml_init", [_InitParams], pointer),
+            ("ggml_free", [pointer], None),
             ("ggml_blck_size", [ctypes.c_int], ctypes.c_int64),
             ("llama_max_devices", [], size_t),
             ("ggml_backend_reg_get_count", [], size_t),
@@ -305,11 +291,10 @@ class IkLlamaBinding(Binding):
             ("llama_state_seq_get_data", [pointer, pointer, size_t, i32, u32], size_t),
             ("llama_state_seq_set_data", [pointer, pointer, size_t, i32, u32], size_t),
         ):
-            function = getattr(lib, name)
+            function = getattr(ggml if name.startswith("ggml") else lib, name)
+            setattr(lib, name, function)  # on Windows that of another library
             function.argtypes, function.restype = argtypes, restype
-        ggml.ggml_init.argtypes, ggml.ggml_init.restype = [_InitParams], pointer
-        ggml.ggml_free.argtypes, ggml.ggml_free.restype = [pointer], None
-        self._ggml, self._counting = ggml, Lock()
+        self._counting = Lock()
         self._check_structs()
         self.gpu = lib.ggml_backend_reg_get_count() > 1  # never in a wheel
         self.tensors = TensorFunctions(lib, api.ggml_backend_sched_eval_callback)
@@ -335,9 +320,9 @@ class IkLlamaBinding(Binding):
 
     def check_room(self) -> None:
         with self._counting:
-            made = [self._ggml.ggml_init(_InitParams(1024, None, True)) for _ in range(_N_SPARE)]
+            made = [self.lib.ggml_init(_InitParams(1024, None, True)) for _ in range(_N_SPARE)]
             for each in filter(None, made):
-                self._ggml.ggml_free(each)
+                self.lib.ggml_free(each)
         if not all(made):
             raise EngineError(
                 f"ik-llama can hold no more models and contexts in one process (its limit is {_N_OBJECTS} ggml "
@@ -437,20 +422,13 @@ def load(
         raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
     path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
     with GGUFFile(path) as gguf:
-        if not gguf.has_rows_only:
-            gguf.check_generates_text()
-        check_kv_type(gguf, kv_type)
         architecture, familiar = gguf.architecture, is_familiar(gguf)
-    survives: Callable[..., bool] | None = None
-    if not familiar:
-        from localspec.backends import trial
-
-        survives = partial(trial.survives, path, f"{NAME} {engine.version}", kv_type, n_threads)
-        if not survives(progress):
-            raise UnsupportedModel(
-                f"{path.name}: {NAME} {VERSION} does not compute this {architecture!r} model; use --backend "
-                "llama-cpp (pip install 'localspec[llama-cpp]')"
-            )
+    survives = partial(trial.survives, path, f"{NAME} {engine.version}", kv_type, n_threads)
+    if not (familiar or survives(progress)):
+        raise UnsupportedModel(
+            f"{path.name}: {NAME} {VERSION} does not compute this {architecture!r} model; use --backend "
+            "llama-cpp (pip install 'localspec[llama-cpp]')"
+        )
     layers = (_ALL_LAYERS if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
     model = LlamaModel(
         engine,
@@ -461,22 +439,17 @@ def load(
         placement=placement,
         progress=progress,
     )
-    if survives is not None:
+    if not familiar:
         model.survives_several = partial(survives, several=True)
     return model
 
 
 def is_familiar(gguf: GGUFFile) -> bool:
     """Whether a file is of a kind that ik-llama is known to live through."""
-    window = gguf.field("attention.sliding_window", 0)
-    return (
-        has_usual_sizes(gguf)
-        and {tensor.type_name for tensor in gguf.tensors.values()} <= _FAMILIAR_TYPES
-        and isinstance(window, int)
-        and (
-            (gguf.architecture in FAMILIAR and not window) or (gguf.architecture == "gemma3" and window >= WIDE_WINDOW)
-        )
-    )
+    window, types = gguf.field("attention.sliding_window", 0), {tensor.type_name for tensor in gguf.tensors.values()}
+    if not has_usual_sizes(gguf) or not types <= _FAMILIAR_TYPES or not isinstance(window, int):
+        return False
+    return gguf.architecture == "gemma3" if window else gguf.architecture in FAMILIAR  # a usual one is wide
 
 
 def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:

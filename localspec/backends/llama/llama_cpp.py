@@ -30,6 +30,7 @@ class LlamaCppBinding(Binding):
 
     name = NAME
     unshared = frozenset(("deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3"))
+    state_suffix = "_ext"
     saves_recurrent = True
     alignment = 32  # of its CPU buffers; it asserts that a mapped file has it
 

@@ -326,14 +326,12 @@ class MLXSequences(SequencesInTurn):
     """Contexts of one model that are fed in one pass; one that is fed alone as a context is."""
 
     model: MLXModel
-    _contexts: Sequence[MLXContext]
+    _sequences: Sequence[MLXContext]
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         if len(pieces) == 1:
             return super()._decode(pieces)
-        for piece in pieces:
-            self._check_held(piece.sequence)
-        contexts = [self._contexts[piece.sequence] for piece in pieces]
+        contexts = [self._sequences[piece.sequence] for piece in pieces]
         found: list[list[Forward]] = [[] for _ in pieces]
         try:
             for context in contexts:
@@ -350,7 +348,7 @@ class MLXSequences(SequencesInTurn):
                 context._truncate(context.n_past)
             raise
         for context, piece in zip(contexts, pieces, strict=True):
-            context.tokens.extend(piece.tokens)
+            context._add(piece.tokens)
         return [joined(forwards) for forwards in found]
 
 
