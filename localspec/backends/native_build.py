@@ -21,13 +21,14 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -146,15 +147,12 @@ def _alone() -> Iterator[None]:
 
     folder = ik_llama.compiled_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(folder.name + ".lock"))
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(folder.with_name(folder.name + ".lock")).acquire(timeout=0)
     except Timeout:
         raise EngineError("another process is compiling ik-llama at this moment") from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def unfinished() -> bool:
@@ -181,16 +179,14 @@ def _compiled(folder: Path, report: Report, jobs: int, idle: bool) -> Path:
     if not source.is_dir():
         check_space(folder, _ROOM, "compiling ik-llama")
         _fetch(source, log, report)
-    began_before = (out / "CMakeCache.txt").is_file()
-    if not began_before:
-        _configure(source, out, log)
-    status = _make(out, log, report, jobs, idle)
-    if status and began_before:
-        # A compiler that was killed may have left half a file, which counts as done.
-        shutil.rmtree(out)
-        _configure(source, out, log)
-        status = _make(out, log, report, jobs, idle)
-    if status:
+    # A compiler that was killed may have left half a file, which counts as done: what went on and failed begins anew.
+    for begins in (False, True) if (out / "CMakeCache.txt").is_file() else (True,):
+        if begins:
+            shutil.rmtree(out, ignore_errors=True)
+            _configure(source, out, log)
+        if not _make(out, log, report, jobs, idle):
+            break
+    else:
         raise _failure("compiling ik-llama failed", log)
     lib = out / "lib"
     lib.mkdir(exist_ok=True)
@@ -350,7 +346,7 @@ class BuildComparison:
 
 
 TIMED = {1: 8, 2: 8, 4: 6, 8: 6, 256: 2}
-"""Tokens in a pass -> turns in which both engines are timed."""
+"""Tokens in a pass -> passes of an engine that are timed, twice."""
 
 _FILL = 64
 
@@ -385,104 +381,62 @@ def compare(library: Path, model: Path, report: Report) -> BuildComparison:
     if wheel is None:
         raise EngineUnavailable("the wheel of ik-llama is not here, which a compiled one is compared with")
     report(f"comparing it with the wheel on {model.name}", None)
-    with ExitStack() as stack:
-        both = [stack.enter_context(BuildProcess(each, model)) for each in (wheel, library)]
-        logits = [each.logits() for each in both]
-        found = agreement(*logits)
-        wrong = f"what was compiled computes {model.name} wrongly"
-        if not both[1].own_kl <= MAX_MEAN_KL:
-            raise SelfContradiction(f"{wrong} (batches differ from single tokens, KL {both[1].own_kl:.2g} nats)")
-        if not found.holds:
-            raise EngineMismatch(
-                f"{wrong} (KL {found.mean_kl:.2g} nats from the wheel), so it is not used; localspec engine remove "
-                "deletes it"
-            )
-        times: list[dict[int, list[float]]] = [{width: [] for width in TIMED} for _ in both]
-        for width, turns in TIMED.items():
-            for turn in range(turns + 1):
-                for i in (0, 1) if turn % 2 else (1, 0):
-                    ms = both[i].ms(width)
-                    if turn:  # the first pass of a kind allocates
-                        times[i][width].append(ms)
-        wheels, compiled = ({w: round(median(ms), 3) for w, ms in each.items()} for each in times)
-        return BuildComparison(
-            model.name, (both[0].features, both[1].features), found.mean_kl, found.top1, (wheels, compiled)
+    runs = [_examined(each, model) for each in (wheel, library, library, wheel)]  # in turns: other programs run too
+    both, again = runs[:2], runs[:1:-1]
+    found = agreement(*(each.logits for each in both))
+    wrong = f"what was compiled computes {model.name} wrongly"
+    if not both[1].own_kl <= MAX_MEAN_KL:
+        raise SelfContradiction(f"{wrong} (batches differ from single tokens, KL {both[1].own_kl:.2g} nats)")
+    if not found.holds:
+        raise EngineMismatch(
+            f"{wrong} (KL {found.mean_kl:.2g} nats from the wheel), so it is not used; localspec engine remove deletes "
+            "it"
         )
+    wheels, compiled = (
+        {width: round(min(one.ms[width], two.ms[width]), 3) for width in TIMED}
+        for one, two in zip(both, again, strict=True)
+    )
+    features = both[0].features, both[1].features
+    return BuildComparison(model.name, features, found.mean_kl, found.top1, (wheels, compiled))
 
 
-class BuildProcess:
-    """A process that runs a file in one build of ik-llama; EngineUnavailable where that does not load."""
+class _Examined(NamedTuple):
+    """What a process that runs a file in one build of ik-llama found."""
 
-    def __init__(self, library: Path, model: Path, n_threads: int | None = None) -> None:
-        spawning = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawning.Pipe()
-        self._process = spawning.Process(target=_serve, args=(theirs, library, model, n_threads), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.engine = str(library)
+    features: list[str]
+    own_kl: float  # of its passes over several tokens from those over one [nats]
+    logits: FloatArray  # of ``_FILL`` tokens, in passes of 16 [_FILL, n_vocab]
+    ms: dict[int, float]  # median time of passes behind them
+
+
+def _examined(library: Path, model: Path) -> _Examined:
+    """Raises EngineUnavailable where the library does not load, or ends the process."""
+    spawning, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    with ProcessPoolExecutor(1, spawning, signal.signal, ignored) as pool:
         try:
-            self.engine, self.features, self.own_kl = self._answer()
-        except (LocalspecError, OSError) as error:
+            return pool.submit(_examine, library, model).result()
+        except (LocalspecError, OSError, BrokenProcessPool) as error:
             raise EngineUnavailable(f"{library} does not run {model.name} here: {error}") from None
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def _answer(self) -> Any:
-        try:
-            answer = self._pipe.recv()
-        except EOFError:
-            self._process.join()
-            raise EngineUnavailable(f"{self.engine} came to an end: {self._process.exitcode}") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def ms(self, width: int, passes: int = 1) -> float:
-        """The shortest of some passes over so many tokens, with 64 in the memory [ms]."""
-        self._pipe.send((width, passes))
-        return float(self._answer())
-
-    def logits(self) -> FloatArray:
-        """Of 64 tokens, in passes of 16 [64, n_vocab]."""
-        self._pipe.send(None)
-        rows: FloatArray = self._answer()
-        return rows
-
-
-def _serve(pipe: Connection, library: Path, path: Path, n_threads: int | None) -> None:
-    """The process of a ``BuildProcess``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this one
+def _examine(library: Path, path: Path) -> _Examined:
     os.environ[ik_llama.LIBRARY] = str(library)
-    try:
-        model = ik_llama.load(path, n_threads=n_threads)
-        pipe.send((model.engine, built_for(system_info(ik_llama.binding().lib)), check_model(model).mean_kl))
-    except (LocalspecError, OSError) as error:
-        pipe.send(error)
-        return
-    tokens = check_tokens(model, _FILL)
-    tokens = (tokens * (2 + max(TIMED) // len(tokens) + _FILL // len(tokens)))[: _FILL + max(TIMED)]
-    with model, model.new_context(len(tokens) + 8) as context:
-        context.decode(tokens[:_FILL], "none")
-        while True:
-            asked = pipe.recv()
-            if asked is None:
-                context.truncate(0)
-                rows = [context.decode(tokens[i : i + 16]).logits.copy() for i in range(0, _FILL, 16)]
-                pipe.send(np.concatenate(rows))
-                continue
-            width, passes = asked
-            ms = []
-            for _ in range(passes):
-                started = time.perf_counter()
-                context.decode(tokens[_FILL : _FILL + width], "last" if width > 16 else "all")
-                ms.append((time.perf_counter() - started) * 1e3)
-                context.truncate(_FILL)
-            pipe.send(min(ms))
+    with ik_llama.load(path) as model:
+        own_kl = check_model(model).mean_kl
+        tokens = check_tokens(model, _FILL)
+        tokens = (tokens * (2 + max(TIMED) // len(tokens) + _FILL // len(tokens)))[: _FILL + max(TIMED)]
+        with model.new_context(len(tokens) + 8) as context:
+            rows = [context.decode(tokens[i : i + 16]).logits.copy() for i in range(0, _FILL, 16)]
+            ms: dict[int, list[float]] = {width: [] for width in TIMED}
+            for width, turns in TIMED.items():
+                for _ in range(turns + 1):
+                    started = time.perf_counter()
+                    context.decode(tokens[_FILL : _FILL + width], "last" if width > 16 else "all")
+                    ms[width].append((time.perf_counter() - started) * 1e3)
+                    context.truncate(_FILL)
+        features = built_for(system_info(ik_llama.binding().lib))
+        times = {width: median(found[1:]) for width, found in ms.items()}  # the first pass of a kind allocates
+        return _Examined(features, own_kl, np.concatenate(rows), times)
 
 
 def comparisons() -> list[BuildComparison]:

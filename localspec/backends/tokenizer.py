@@ -235,14 +235,7 @@ def _words_of(text: str, pre: str) -> list[str]:
     """Cut a text into the words that merges stay within."""
     words = [text]
     for pattern in _patterns(pre):
-        found: list[str] = []
-        for word in words:
-            start = 0
-            for match in pattern.finditer(word):
-                found += word[start : match.start()], match.group()
-                start = match.end()
-            found.append(word[start:])
-        words = [word for word in found if word]
+        words = [part for word in words for part in pattern.split(word) if part]
     return words
 
 
@@ -266,7 +259,7 @@ def _patterns(pre: str) -> list[re.Pattern[str]]:
         raise UnsupportedModel(
             f"the reference backend does not know the word split {pre!r} of this file; use another --backend"
         )
-    return [re.compile(pattern) for pattern in known[pre]]
+    return [re.compile(f"({pattern})") for pattern in known[pre]]
 
 
 @cache

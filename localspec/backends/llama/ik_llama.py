@@ -354,6 +354,9 @@ class IkLlamaBinding(Binding):
     def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
         self.lib.llama_kv_cache_seq_cp(ctx, source, target, start, n)
 
+    def window(self, ctx: int) -> int:
+        return 0  # it gives nothing away
+
     def by_rows(self, state: Bytes) -> Bytes:
         return _rewritten(state, transposed=True)
 

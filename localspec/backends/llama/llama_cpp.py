@@ -9,10 +9,9 @@ from typing import Any
 
 from localspec.backends import trial
 from localspec.backends.base import Progress
-from localspec.backends.llama.binding import MAX_SEQUENCES, Binding, Place, Places
+from localspec.backends.llama.binding import Binding, Place, Places
 from localspec.backends.llama.ggml import GPU, INTEGRATED, Ggml, TensorFunctions, digest, engine_log
 from localspec.backends.llama.model import LlamaModel
-from localspec.backends.llama.passes import MOST_ROWS
 from localspec.backends.llama.rpc import rpc
 from localspec.backends.llama.staging import staging
 from localspec.backends.placement import Placement
@@ -54,9 +53,6 @@ class LlamaCppBinding(Binding):
         self.gpu = bool(lib.llama_supports_gpu_offload())
         self.finds_best = hasattr(lib, "llama_get_sampled_candidates_ith")
 
-    def set_model_options(self, params: Any) -> None:
-        pass
-
     def places(self, placement: Placement) -> Places:
         try:
             ggml = Ggml()
@@ -91,53 +87,6 @@ class LlamaCppBinding(Binding):
         except EngineError:  # the model works without; what asks for the layer says why there is none
             return False
         return hasattr(self.lib.llama_model_default_params(), "load_mtp")
-
-    def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
-        params.n_seq_max = MAX_SEQUENCES if branches else n_sequences
-        # Else rows are computed in another order than they are fed in, and no sequence may have the room of another.
-        params.kv_unified = n_sequences > 1 or branches
-        params.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_AUTO
-        # A sliding-window cache that keeps only its window cannot take rejected tokens back out.
-        params.swa_full = True
-        params.no_perf = True
-        if self.finds_best and n_sequences == 1:
-            params.n_outputs_max_per_seq = MOST_ROWS
-
-    def free_model(self, model: int) -> None:
-        self.lib.llama_model_free(model)
-
-    def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
-        removed = self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), sequence, start, -1)
-        return bool(removed) and self.holds(ctx, start, sequence)
-
-    def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
-        self.lib.llama_memory_seq_cp(self.lib.llama_get_memory(ctx), source, target, start, n)
-
-    def holds(self, ctx: int, n: int, sequence: int = 0) -> bool:
-        # Layers with a window leave out of a saved state what lies before it, and give such cells to other sequences.
-        window = self.window(ctx)
-        if not window or not n:
-            return True
-        first = self.lib.llama_memory_seq_pos_min(self.lib.llama_get_memory(ctx), sequence)
-        return bool(0 <= first <= max(0, n - window))
-
-    def window(self, ctx: int) -> int:
-        return int(self.lib.llama_model_n_swa(self.lib.llama_get_model(ctx)))
-
-    def n_snapshots(self, ctx: int) -> int:
-        return int(self.lib.llama_n_rs_seq(ctx))
-
-    def clear(self, ctx: int) -> None:
-        self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)
-
-    def is_recurrent(self, model: int) -> bool:
-        return bool(self.lib.llama_model_is_recurrent(model) or self.lib.llama_model_is_hybrid(model))
-
-    def tokenizer(self, model: int) -> int:
-        return int(self.lib.llama_model_get_vocab(model))
-
-    def n_vocab(self, model: int) -> int:
-        return int(self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(model)))
 
 
 @cache

@@ -16,13 +16,11 @@ import numpy as np
 
 from localspec.backends.base import NEXTN, Context, ContextState, FloatArray, Forward, Model, TokenIds, Wanted, joined
 from localspec.backends.best_rows import by_token, n_looked_for
-from localspec.backends.llama.binding import MAX_SEQUENCES, N_BATCH, N_UBATCH, Binding, Bytes
+from localspec.backends.llama.binding import MAX_SEQUENCES, MOST_ROWS, N_BATCH, N_UBATCH, Binding, Bytes
 from localspec.backends.llama.ggml import Flags, StateTap, ggml_devices, rows_at, used_gpus
 from localspec.backends.llama.staging import staging
 from localspec.backends.llama.weights import LlamaWeights
 from localspec.errors import Cancelled, EngineError
-
-MOST_ROWS = 64  # most rows of a pass whose largest logits can be had; the engine wants to know when a context is made
 
 _MARGIN = 256 << 20
 
