@@ -151,6 +151,8 @@ class Binding:
     finds_best = False
     token_before_floats = False  # whether a context must have decoded a single token before it is fed with floats
     batches_kv_types = True  # whether a memory of several sequences may be of any type; else it is f16
+    refusal: str  # what is said of a file that a process which tried it did not live through
+    tries_several = False  # whether several sequences, and trees, of unfamiliar files have to be tried too
     unshared: frozenset[str] = frozenset()  # architectures whose memory can be cut, but its rows not be shared
 
     def set_model_options(self, params: Any) -> None:
@@ -249,6 +251,10 @@ class Binding:
 
     def clear(self, ctx: int) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)
+
+    def is_familiar(self, gguf: GGUFFile) -> bool:
+        """Whether the engine is known to live through a file of its kind; others are tried first, see ``trial``."""
+        raise NotImplementedError
 
     def has_mtp(self, gguf: GGUFFile) -> bool:
         """Whether a file has a layer for multi-token prediction that this engine computes."""

@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 import sys
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from localspec.backends import trial
 from localspec.backends.base import Progress
 from localspec.backends.llama.binding import Binding, Bytes, Place, Places
 from localspec.backends.llama.ggml import (
@@ -34,13 +33,12 @@ from localspec.backends.llama.ggml import (
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.placement import Placement
 from localspec.backends.soundness import has_usual_sizes
-from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel, UsageError
+from localspec.errors import EngineError, EngineUnavailable, UsageError
 from localspec.model_files.gguf import GGUFFile, TensorInfo
 from localspec.system.files import home
 from localspec.system.machine import (
     cpu_features,
     cpu_flags,
-    default_threads,
     missing_cpu_features,
     prepare_threads,
 )
@@ -235,6 +233,11 @@ class IkLlamaBinding(Binding):
     name = NAME
     keeps_rows = True
     repacks = True  # False maps a file instead of reading and repacking all of it
+    tries_several = True
+    refusal = (
+        f"{NAME} {VERSION} does not compute this {{architecture!r}} model; use --backend llama-cpp "
+        "(pip install 'localspec[llama-cpp]')"
+    )
     token_before_floats = True  # of its first pass of one row it looks at the token, which floats have none of
     batches_kv_types = False  # without flash attention the values are not quantised
 
@@ -312,6 +315,12 @@ class IkLlamaBinding(Binding):
             raise EngineUnavailable(
                 f"the library in ik-llama-cpp-python {VERSION} has another layout than its bindings; reinstall it"
             )
+
+    def is_familiar(self, gguf: GGUFFile) -> bool:
+        window, types = gguf.field("attention.sliding_window", 0), {each.type_name for each in gguf.tensors.values()}
+        if not has_usual_sizes(gguf) or not types <= _FAMILIAR_TYPES or not isinstance(window, int):
+            return False
+        return gguf.architecture == "gemma3" if window else gguf.architecture in FAMILIAR  # a usual one is wide
 
     def set_model_options(self, params: Any) -> None:
         # Repacked rows are what makes wide passes cheap; they cannot be shared with the file's pages.
@@ -415,7 +424,6 @@ def load(
     """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.registry``.
 
     Raises:
-        UnsupportedModel: it would end the process; see ``trial``.
         UsageError: layers on a GPU are asked for, which its wheels do not have.
     """
     if n_gpu_layers and not binding().gpu:
@@ -423,40 +431,14 @@ def load(
     if kv_type == "f32":
         # Its flash attention aborts the whole process on a KV cache of F32.
         raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
-    path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
-    with GGUFFile(path) as gguf:
-        architecture, familiar = gguf.architecture, is_familiar(gguf)
-    survives = partial(trial.survives, path, f"{NAME} {engine.version}", kv_type, n_threads)
-    if not (familiar or survives(progress)):
-        raise UnsupportedModel(
-            f"{path.name}: {NAME} {VERSION} does not compute this {architecture!r} model; use --backend "
-            "llama-cpp (pip install 'localspec[llama-cpp]')"
-        )
-    layers = (_ALL_LAYERS if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
-    model = LlamaModel(
-        engine,
-        path,
-        n_threads=n_threads,
-        n_gpu_layers=_ALL_LAYERS if layers < 0 else layers,
-        kv_type=kv_type,
-        placement=placement,
-        progress=progress,
-    )
-    if not familiar:
-        model.survives_several = partial(survives, several=True)
-    return model
-
-
-def is_familiar(gguf: GGUFFile) -> bool:
-    """Whether a file is of a kind that ik-llama is known to live through."""
-    window, types = gguf.field("attention.sliding_window", 0), {tensor.type_name for tensor in gguf.tensors.values()}
-    if not has_usual_sizes(gguf) or not types <= _FAMILIAR_TYPES or not isinstance(window, int):
-        return False
-    return gguf.architecture == "gemma3" if window else gguf.architecture in FAMILIAR  # a usual one is wide
+    layers = (_ALL_LAYERS if binding().gpu else 0) if n_gpu_layers is None else n_gpu_layers
+    options = {"kv_type": kv_type, "placement": placement, "progress": progress}
+    layers = _ALL_LAYERS if layers < 0 else layers
+    return LlamaModel(binding(), Path(path), n_threads=n_threads, n_gpu_layers=layers, **options)
 
 
 def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
     """Load a file whatever that may do to the process, which does nothing else."""
     engine = binding()
     engine.repacks = False
-    return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type)
+    return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type, is_trial=True)

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localspec.backends import trial
 from localspec.backends.base import Progress
 from localspec.backends.llama.binding import Binding, Place, Places
 from localspec.backends.llama.ggml import GPU, INTEGRATED, Ggml, TensorFunctions, digest, engine_log
@@ -16,10 +15,10 @@ from localspec.backends.llama.rpc import rpc
 from localspec.backends.llama.staging import staging
 from localspec.backends.placement import Placement
 from localspec.backends.soundness import has_usual_sizes
-from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel
+from localspec.errors import EngineError, EngineUnavailable
 from localspec.model_files import nextn
 from localspec.model_files.gguf import GGUFFile
-from localspec.system.machine import default_threads, prepare_threads
+from localspec.system.machine import prepare_threads
 
 NAME = "llama-cpp"
 
@@ -31,6 +30,10 @@ class LlamaCppBinding(Binding):
     unshared = frozenset(("deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "hy_v4", "minimax-m3"))
     state_suffix = "_ext"
     saves_recurrent = True
+    refusal = (
+        "llama-cpp ended the process in which it was tried, so the sizes in the file do not fit together or this "
+        "version does not compute them; fetch it again, or try another --backend"
+    )
     alignment = 32  # of its CPU buffers; it asserts that a mapped file has it
 
     def __init__(self) -> None:
@@ -76,6 +79,9 @@ class LlamaCppBinding(Binding):
         # As in llama.cpp servers come first: what goes over the network is then least.
         return Places([*far, *devices.values()], [*far, *usual], buffers, int(self.lib.llama_max_devices()), links)
 
+    def is_familiar(self, gguf: GGUFFile) -> bool:
+        return has_usual_sizes(gguf) or gguf.has_rows_only
+
     def has_mtp(self, gguf: GGUFFile) -> bool:
         return nextn.has_layer(gguf) and self.has_nextn(gguf.architecture)
 
@@ -109,32 +115,12 @@ def load(
     progress: Progress | None = None,
     placement: Placement | None = None,
 ) -> LlamaModel:
-    """Load a GGUF with llama.cpp; see ``backends.registry``.
-
-    Raises:
-        UnsupportedModel: it would end the process; see ``trial``.
-    """
-    path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
-    on_devices = placement is not None and bool(placement.rpc)
-    with GGUFFile(path) as gguf:
-        usual = has_usual_sizes(gguf) or gguf.has_rows_only
-    # Weights on other machines may be more than this one can hold.
-    if not (usual or on_devices or trial.survives(path, f"{NAME} {engine.version}", kv_type, n_threads, progress)):
-        raise UnsupportedModel(
-            f"{path.name}: {NAME} ended the process in which it was tried, so the sizes in the file do not fit "
-            "together or this version does not compute them; fetch it again, or try another --backend"
-        )
-    return LlamaModel(
-        engine,
-        path,
-        n_threads=n_threads,
-        n_gpu_layers=gpu_layers(n_gpu_layers, on_devices=on_devices),
-        kv_type=kv_type,
-        placement=placement,
-        progress=progress,
-    )
+    """Load a GGUF with llama.cpp; see ``backends.registry``."""
+    layers = gpu_layers(n_gpu_layers, on_devices=placement is not None and bool(placement.rpc))
+    options = {"kv_type": kv_type, "placement": placement, "progress": progress}
+    return LlamaModel(binding(), Path(path), n_threads=n_threads, n_gpu_layers=layers, **options)
 
 
 def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
     """Load a file, on the CPU, whatever that may do to the process."""
-    return LlamaModel(binding(), path, n_threads=n_threads, kv_type=kv_type)
+    return LlamaModel(binding(), path, n_threads=n_threads, kv_type=kv_type, is_trial=True)

@@ -197,10 +197,7 @@ class LlamaContext(Context):
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         if self._rollback is not None:
             self._rollback.begin_pass(self.n_past, len(tokens))
-        forward = self._next(tokens, logits)
-        if self._rollback is not None:
-            self._rollback.end_pass()
-        return forward
+        return self._next(tokens, logits)
 
     def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
         return self._next(tokens if rows is None else rows, logits, n_best=n_best)

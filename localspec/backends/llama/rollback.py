@@ -36,18 +36,15 @@ class Rollback:
     def __init__(self, model: LlamaWeights, passes: LlamaPasses) -> None:
         self._model, self._passes = model, passes
         self._checkpoint: tuple[int, Bytes] | None = None  # after how many tokens, and the state then
-        self._n_kept = self._n_undoable = 0  # tokens whose snapshots the next pass leaves, and the last one left
+        self._n_undoable = 0  # tokens of the last pass of which there are snapshots
 
     def begin_pass(self, n_past: int, n: int) -> None:
         """n tokens will be fed behind ``n_past``."""
-        self._n_kept, self._n_undoable = min(self._passes.n_snapshots, (n - 1) % N_BATCH), 0
+        self._n_undoable = min(self._passes.n_snapshots, (n - 1) % N_BATCH)
         start = self._checkpoint[0] if self._checkpoint is not None else 0
-        if n > 1 and (n - 1 > self._n_kept or n_past - start >= CHECKPOINT_EVERY):
+        if n > 1 and (n - 1 > self._n_undoable or n_past - start >= CHECKPOINT_EVERY):
             # An empty memory needs no copy: clearing leads back to it.
             self._checkpoint = (n_past, save_recurrent(self._model, self._passes.handle)) if n_past else None
-
-    def end_pass(self) -> None:
-        self._n_undoable = self._n_kept
 
     def take_back(self, n_past: int, n: int) -> bool:
         """Drop all but the first n of ``n_past`` tokens, if the engine has that snapshot; once after a pass."""
