@@ -696,8 +696,6 @@ class SequenceBatch(_Closable):
         self.n_cells = n_cells  # room of all together [tokens]
         self.n_ctx = first.n_ctx  # most tokens of one
         self.hidden = first.hidden
-        # Asked between the parts of a long pass; each sequence has its own too, for when it is fed alone.
-        self.interrupted: Callable[[], bool] | None = None
         self.cells = Cells(n_cells, len(sequences))
         self._sequences = sequences
         for i, sequence in enumerate(sequences):
@@ -724,7 +722,7 @@ class SequenceBatch(_Closable):
 
         Raises:
             UsageError: a sequence that does not exist or occurs twice, or as for a context.
-            ContextFull, EngineError, Cancelled: as for a context; all memories are as before.
+            ContextFull, EngineError: as for a context; all memories are as before.
         """
         self._check_open()
         contexts = [self[piece.sequence] for piece in pieces]
@@ -779,7 +777,7 @@ class SequenceBatch(_Closable):
 
     @abstractmethod
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
-        """Feed pieces that were checked, name them in their contexts, and ask ``interrupted`` between parts."""
+        """Feed pieces that were checked, and name them in their contexts."""
 
     @abstractmethod
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
@@ -851,13 +849,11 @@ class SequencesInTurn(SequenceBatch):
         forwards: list[Forward] = []
         for sequence, tokens, logits in pieces:
             context = self._sequences[sequence]
-            if forwards and self.interrupted is not None and self.interrupted():
-                raise Cancelled("decoding was stopped")
-            own, context.interrupted = context.interrupted, self.interrupted
+            stop, context.interrupted = context.interrupted, None  # the end of one answer is not that of all
             try:
                 forwards.append(context.decode(tokens, logits))
             finally:
-                context.interrupted = own
+                context.interrupted = stop
         return forwards
 
     def _copy_prefix(self, source: int, target: int, n: int) -> None:

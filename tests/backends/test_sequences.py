@@ -148,23 +148,6 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
 # Long passes, and those that end before their end.
 
 
-@pytest.mark.parametrize("logits", ["all", "last"])
-def test_a_pass_is_stopped_between_its_parts(model: Model, logits: Any) -> None:
-    """It is taken back from all, those that were done too."""
-    texts = [some_tokens(300, seed=i) for i in range(3)]
-    with model.new_batch(3, 1200) as batch:
-        batch.decode([Piece(i, texts[i][:20], "none") for i in range(3)])
-        asked: list[int] = []
-        batch.interrupted = lambda: (asked.append(1), len(asked) == 2)[1]
-        with pytest.raises(Cancelled):
-            batch.decode([Piece(i, texts[i][20:], logits) for i in range(3)])
-        batch.interrupted = None
-        assert [batch[i].tokens for i in range(3)] == [text[:20] for text in texts]
-        assert batch.free_cells == 1140
-        for i in range(3):
-            check_next(model, batch[i], texts[i][20:40])
-
-
 def test_one_sequence_is_stopped_as_a_context_is(model: Model) -> None:
     with model.new_batch(2, 1000) as batch, model.new_context(1000) as alone:
         for context in (alone, batch[0]):

@@ -61,60 +61,53 @@ from localspec.system.machine import (
 _ELEMENT = 2  # bytes of a value: a memory of several sequences is of 16 bits
 
 
-class _Reader:
-    def __init__(self, state: Bytes) -> None:
-        self._state, self._at = state, 0
-
-    def bytes(self, n: int) -> Bytes:
-        if not 0 <= n <= len(self._state) - self._at:
-            raise EngineError("the saved state is cut short")
-        self._at += n
-        return self._state[self._at - n : self._at]
-
-    def number(self, dtype: str = "<i4") -> int:
-        return int(self.bytes(np.dtype(dtype).itemsize).view(dtype)[0])
-
-    def rest(self) -> Bytes:
-        return self._state[self._at :]
-
-
 def _rewritten(state: Bytes, *, transposed: bool) -> Bytes:
     """The other one of a record with values ``transposed`` or not; EngineError where it is none, or quantised."""
-    reader, found = _Reader(state), list[Bytes]()
+    at, found = 0, list[Bytes]()
+
+    def read(n: int) -> Bytes:
+        nonlocal at
+        if not 0 <= n <= len(state) - at:
+            raise EngineError("the saved state is cut short")
+        at += n
+        return state[at - n : at]
+
+    def number(dtype: str = "<i4") -> int:
+        return int(read(np.dtype(dtype).itemsize).view(dtype)[0])
 
     def say(*numbers: int, dtype: str = "<i4") -> None:
         found.append(np.array(numbers, dtype=dtype).view(np.uint8))
 
-    n = reader.number()
-    cells = reader.bytes(8 * n).reshape(n, 8)
+    n = number()
+    cells = read(8 * n).reshape(n, 8)
     order = np.argsort(np.ascontiguousarray(cells[:, :4]).view("<i4")[:, 0], kind="stable")
-    if reader.number() != transposed:
+    if number() != transposed:
         raise EngineError("the saved state stores its values in another order")
-    n_layers = reader.number()
+    n_layers = number()
     say(n)
     found.append(cells[order].reshape(-1))
     say(not transposed, n_layers)
     for _ in range(n_layers):
-        say(reader.number())
-        row = reader.number("<i8")
+        say(number())
+        row = number("<i8")
         say(row, dtype="<i8")
-        found.append(_bytes(reader.bytes(n * row).reshape(n, row)[order]))
+        found.append(_bytes(read(n * row).reshape(n, row)[order]))
     for _ in range(n_layers):
-        kind = reader.number()
+        kind = number()
         say(kind)
         if transposed:
-            element, n_channels = reader.number(), reader.number()
+            element, n_channels = number(), number()
             say(element * n_channels, dtype="<i8")
-            columns = reader.bytes(element * n_channels * n).view(f"V{max(1, element)}").reshape(n_channels, n)
+            columns = read(element * n_channels * n).view(f"V{max(1, element)}").reshape(n_channels, n)
             found.append(_bytes(columns.T[order]))
         else:
-            row = reader.number("<i8")
+            row = number("<i8")
             if kind not in (-1, 1) or row % _ELEMENT:
                 raise EngineError("a state with quantised values does not fit a memory of several sequences")
             say(_ELEMENT if row else 0, row // _ELEMENT)
-            rows = reader.bytes(n * row).view(f"V{_ELEMENT}").reshape(n, row // _ELEMENT)
+            rows = read(n * row).view(f"V{_ELEMENT}").reshape(n, row // _ELEMENT)
             found.append(_bytes(rows[order].T))
-    return np.concatenate([*found, reader.rest()])
+    return np.concatenate([*found, state[at:]])
 
 
 def _bytes(array: Any) -> Bytes:

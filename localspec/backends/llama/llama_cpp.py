@@ -71,7 +71,7 @@ class LlamaCppBinding(Binding):
         usual = [place for each, place in devices.items() if each.kind == GPU] or list(devices.values())
         far, links = [], []
         for address in placement.rpc:
-            link, lent, _ = rpc().connect(address)
+            link, lent = rpc().connect(address)
             links.append(link)
             for i, each in enumerate(lent):
                 far.append(Place(each.name, each.handle, f"RPC{i}[{address}]", each.splits_rows))

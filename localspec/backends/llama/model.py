@@ -220,8 +220,7 @@ class LlamaContext(Context):
         return PassRows.behind(n_past, rows, logits, self.sequence if self._batch is not None else None)
 
     def _run(self, rows: PassRows, last: str | None = None, n_best: int = 0) -> Forward:
-        stop = None if self._batch is None else self._batch.interrupted
-        forward = self.passes.run(rows, last=last, interrupted=stop, n_best=n_best, begun=self.meanwhile)
+        forward = self.passes.run(rows, last=last, n_best=n_best, begun=self.meanwhile)
         self.overlaps = self.cells is None and self.passes.begins_soon
         return forward
 
@@ -359,7 +358,7 @@ class LlamaSequences(SequenceBatch):
                 np.concatenate([part.wanted for part in parts]),
                 [(piece.sequence,) for piece in pieces for _ in piece.tokens],
             )
-            forwards = _divided(self.passes.run(rows, interrupted=self.interrupted), pieces, self.model.n_layers)
+            forwards = _divided(self.passes.run(rows), pieces, self.model.n_layers)
         for context, piece in zip(contexts, pieces, strict=True):
             context._add(piece.tokens)
         return forwards

@@ -20,7 +20,7 @@ from localspec.backends.llama.binding import MAX_SEQUENCES, MOST_ROWS, N_BATCH, 
 from localspec.backends.llama.ggml import Flags, StateTap, ggml_devices, rows_at, used_gpus
 from localspec.backends.llama.staging import staging
 from localspec.backends.llama.weights import LlamaWeights
-from localspec.errors import Cancelled, EngineError
+from localspec.errors import EngineError
 
 _MARGIN = 256 << 20
 
@@ -210,7 +210,6 @@ class LlamaPasses:
         rows: PassRows,
         *,
         last: str | None = None,
-        interrupted: Callable[[], bool] | None = None,
         n_best: int = 0,
         begun: Callable[[], None] | None = None,
     ) -> Forward:
@@ -218,13 +217,11 @@ class LlamaPasses:
 
         Args:
             last: the hidden state after which to end.
-            interrupted: asked between calls.
             n_best: how many of the largest logits of each row are enough; 0 wants whole rows. Of one sequence.
             begun: called after each call of the engine, which may still be computing on a device.
 
         Raises:
             EngineError: the engine failed; rows before the failure are in the memory.
-            Cancelled: ``interrupted`` was true; rows before that are in the memory.
         """
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
@@ -240,8 +237,6 @@ class LlamaPasses:
         size = N_BATCH if last is None and not self.several else N_UBATCH
         try:
             for start in range(0, len(rows), size):
-                if start and interrupted is not None and interrupted():
-                    raise Cancelled("decoding was stopped")
                 forward = self._call(rows.part(start, size), last, begun)
                 if len(rows) > size:
                     forward.logits = forward.logits.copy()

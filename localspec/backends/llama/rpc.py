@@ -312,15 +312,15 @@ class Rpc:
             raise EngineUnavailable(f"the RPC backend has no {name}")
         return ctypes.CFUNCTYPE(result, *arguments)(address)
 
-    def connect(self, address: str) -> tuple[Link, list[GgmlDevice], ServerFacts | None]:
-        """A server's devices, and what links them; its facts unless a model is loaded on it already.
+    def connect(self, address: str) -> tuple[Link, list[GgmlDevice]]:
+        """A server's devices, and what links them.
 
         Raises:
             EngineError: it does not answer as it should.
         """
         known = self._servers.get(address)
         if known is not None and known[0].connected and known[0].lost is None:
-            return *known, None
+            return known
         facts = ask(address)
         if known is None:
             link = Link(address)
@@ -330,7 +330,7 @@ class Rpc:
             devices = [self.ggml.describe(self._device(registry, i)) for i in range(self._count(registry))]
             known = self._servers[address] = link, devices
         known[0].is_near = facts.is_near
-        return *known, facts
+        return known
 
     def serve(self, endpoint: str, n_threads: int, devices: list[int]) -> None:
         """Be a server, until the process ends."""

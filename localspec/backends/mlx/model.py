@@ -336,9 +336,7 @@ class MLXSequences(SequencesInTurn):
         try:
             for context in contexts:
                 context._catch_up()
-            for n_before, parts in enumerate(_passes(pieces, N_CHUNK[self.model.capabilities.device])):
-                if n_before and self.interrupted is not None and self.interrupted():
-                    raise Cancelled("decoding was stopped")
+            for parts in _passes(pieces, N_CHUNK[self.model.capabilities.device]):
                 fed = [(contexts[number], tokens, logits) for number, (_, tokens, logits) in parts]
                 forwards = self.model.owner.run(lambda fed=fed: compute(fed))  # type: ignore[misc]
                 for (number, _), forward in zip(parts, forwards, strict=True):
