@@ -743,7 +743,7 @@ class SequenceBatch(_Closable):
     def copy_prefix(self, source: int, target: int, n: int) -> None:
         """Let a sequence hold the first n tokens of another, and nothing else; they go on independently.
 
-        A memory that neither shares rows nor can be cut (recurrent, or a window that moved on) reads the tokens again.
+        Where sequences do not share rows (``shares_prefix``, or a window that moved on), the tokens are read again.
 
         Raises:
             UsageError: no such sequence, the two are one, or the source does not hold as many (``n_whole``).
@@ -842,7 +842,7 @@ class Cells:
 class SequencesInTurn(SequenceBatch):
     """Contexts of one model, fed one after another: for engines that compute one sequence at a time.
 
-    A prefix is copied, and each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to nevertheless.
+    Each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to nevertheless.
     """
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
@@ -857,18 +857,7 @@ class SequencesInTurn(SequenceBatch):
         return forwards
 
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
-        held, context, can = self._sequences[source], self._sequences[target], self.model.capabilities
-        is_whole = held.n_whole == held.n_past  # else it has no state to give
-        if can.saves_state and (n == held.n_past or (is_whole and can.rollback == "exact")):
-            state = held.export_state()
-            context._import(state)
-            if n < len(state.tokens):
-                context.tokens = list(state.tokens)
-                context._truncate(n)
-                context.tokens = []
-            context._add(state.tokens[:n])
-        else:
-            context.decode(held.tokens[:n], "none")
+        self._sequences[target].decode(self._sequences[source].tokens[:n], "none")
 
     def _close(self) -> None:
         pass
