@@ -264,7 +264,7 @@ def _run(
     """Run a program to its end, its output to the log; the exit status. Stopped, it stops the program, and raises."""
     stopped: list[bool] = []
     with log.open("ab") as file, on_interrupt(lambda: stopped.append(True), ended_too=True):
-        program = subprocess.Popen(
+        program = psutil.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -293,15 +293,13 @@ def _run(
     return program.returncode
 
 
-def _tree(program: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(program.pid)
-        return [parent, *parent.children(recursive=True)] if program.poll() is None else []
-    except psutil.Error:
-        return []
+def _tree(program: psutil.Popen) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return [program, *program.children(recursive=True)] if program.poll() is None else []
+    return []
 
 
-def _wait_for_idle_time(program: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> None:
+def _wait_for_idle_time(program: psutil.Popen, stopped: Callable[[], bool]) -> None:
     """Pause a program until other programs leave the CPUs alone."""
     paused = _tree(program)
     for process in paused:

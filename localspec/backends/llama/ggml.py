@@ -71,6 +71,12 @@ class Ggml:
         """The devices of this machine, the CPU too."""
         return [self.describe(self.dev_get(i)) for i in range(self.dev_count())]
 
+    def gpus(self) -> list[GgmlDevice]:
+        """Where there is a GPU with memory of its own, llama.cpp leaves the one in the processor alone."""
+        found = self.devices()
+        own = [each for each in found if each.kind == GPU]
+        return own or [each for each in found if each.kind == INTEGRATED]
+
     def describe(self, handle: int) -> GgmlDevice:
         name, description = (_text(read(handle)) for read in (self.dev_name, self.dev_description))
         registry = self.dev_backend_reg(handle)
@@ -134,25 +140,20 @@ def metal_gpu() -> list[Device] | None:
         return None
 
 
-def used_gpus(devices: Sequence[tuple[int, Device]]) -> list[Device]:
-    """Those of ggml's devices that llama.cpp puts layers on."""
-    # Where there is a GPU with memory of its own, it leaves the one in the processor alone.
-    chosen = [found for kind, found in devices if kind == GPU] or [f for kind, f in devices if kind == INTEGRATED]
-    return [found for found in chosen if found.total_bytes > 0]
-
-
-def ggml_devices() -> list[tuple[int, Device]] | None:
-    """All devices of ggml in llama-cpp-python, the CPU too, with ggml's number for their type."""
+def llama_gpus() -> list[Device] | None:
+    """The GPUs that llama.cpp puts layers on; None where llama-cpp-python has another layout: they work, only their
+    memory stays unknown."""
     found = []
     try:
         ggml = Ggml()
-        for each in ggml.devices():
-            is_mac = each.name.startswith("Metal") or (sys.platform == "darwin" and each.kind == GPU)
-            memory = ggml.memory(each.handle)
-            found.append((each.kind, Device(each.name, each.description, *memory, is_mac or each.kind == INTEGRATED)))
+        for each in ggml.gpus():
+            free, total = ggml.memory(each.handle)
+            is_shared = each.kind == INTEGRATED or each.name.startswith("Metal") or sys.platform == "darwin"
+            if total > 0:
+                found.append(Device(each.name, each.description, free, total, is_shared))
         return found
     except (ImportError, OSError, AttributeError):
-        return None  # another layout of the package: the GPU works, only its memory stays unknown
+        return None
 
 
 # -- builds of an engine -----------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class LlamaCppBinding(Binding):
             for each in found
             if each.kind in (GPU, INTEGRATED)
         }
-        usual = [place for each, place in devices.items() if each.kind == GPU] or list(devices.values())
+        usual = [devices[each] for each in ggml.gpus()]
         far, links = [], []
         for address in placement.rpc:
             link, lent = rpc().connect(address)

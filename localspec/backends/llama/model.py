@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -334,7 +334,7 @@ class LlamaSequences(SequenceBatch):
     ) -> None:
         if n_sequences > MAX_SEQUENCES:
             raise UsageError(f"{model.engine} takes at most {MAX_SEQUENCES} sequences, not {n_sequences}")
-        kv_type = model.kv_type if model.binding.batches_kv_types else "f16"
+        self._n_threads, kv_type = n_threads, model.kv_type if model.binding.batches_kv_types else "f16"
         self.passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
         super().__init__(
             [LlamaContext(model, n_ctx, n_threads, hidden, batch=self) for _ in range(n_sequences)], n_cells
@@ -400,15 +400,10 @@ class SequencesOrOne(LlamaSequences):
     """For an engine without flash attention in a pass over several sequences: while only one sequence holds tokens, it
     is kept and computed in a memory of its own. Before the next pass over several it is copied back."""
 
-    def __init__(
-        self, model: LlamaModel, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> None:
-        super().__init__(model, n_sequences, n_cells, n_ctx, n_threads, hidden)
-        self._new_passes = partial(LlamaPasses, model, n_ctx, n_threads, model.kv_type, hidden)
-        self._own: LlamaPasses | None = None
-        self._has_room = True
-        self.apart: LlamaContext | None = None  # the sequence that is in ``_own``
-        self._n_alone = 0
+    _own: LlamaPasses | None = None  # the memory for one sequence
+    _has_room = True  # for that memory
+    apart: LlamaContext | None = None  # the sequence that is in it
+    _n_alone = 0  # passes over one sequence, lately
 
     def before_one(self, context: LlamaContext) -> None:
         if context is self.apart:
@@ -446,7 +441,8 @@ class SequencesOrOne(LlamaSequences):
             self.model.binding.clear(self._own.handle)
         elif self._has_room:
             try:
-                self._own = self._new_passes()
+                of = self.model, self.n_ctx, self._n_threads, self.model.kv_type, self.hidden
+                self._own = LlamaPasses(*of)
             except EngineError:
                 self._has_room = False
         return self._own if self._has_room else None

@@ -17,7 +17,7 @@ import numpy as np
 from localspec.backends.base import NEXTN, Context, ContextState, FloatArray, Forward, Model, TokenIds, Wanted, joined
 from localspec.backends.best_rows import by_token, n_looked_for
 from localspec.backends.llama.binding import MAX_SEQUENCES, MOST_ROWS, N_BATCH, N_UBATCH, Binding, Bytes
-from localspec.backends.llama.ggml import Flags, StateTap, ggml_devices, rows_at, used_gpus
+from localspec.backends.llama.ggml import Flags, StateTap, llama_gpus, rows_at
 from localspec.backends.llama.staging import staging
 from localspec.backends.llama.weights import LlamaWeights
 from localspec.errors import EngineError
@@ -68,7 +68,7 @@ class BestLogits:
         if self._device == "cpu":
             return True
         wanted = 2 * N_UBATCH * self._n_vocab * 4 + _MARGIN
-        return all(gpu.free_bytes > wanted for gpu in used_gpus(ggml_devices() or []))
+        return all(gpu.free_bytes > wanted for gpu in llama_gpus() or [])
 
     def read(self, n_rows: int, first: int, n_best: int) -> tuple[FloatArray, TokenIds] | None:
         """``best_rows.by_token`` of the rows of the pass that was just run; the first is that of its token ``first``.
