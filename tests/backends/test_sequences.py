@@ -225,21 +225,6 @@ def test_one_goes_to_a_context_of_its_own_and_back(either: SequencesOrOne) -> No
     check_alone(either, 1, 2)
 
 
-def test_without_memory_for_a_context_of_its_own_all_lie_together(
-    either: SequencesOrOne, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise EngineError("not enough memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model_module.LlamaPasses, "__init__", full)
-        either[0].decode(some_tokens(20), "none")
-    check_alone(either, 0, 1)
-    either[0].import_state(either[0].export_state())
-    check_alone(either, 0, 2)
-    assert either.apart is None
-
-
 def test_what_cannot_go_back_stays(either: SequencesOrOne, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise EngineError("the saved state was rejected")

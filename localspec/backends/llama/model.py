@@ -334,7 +334,7 @@ class LlamaSequences(SequenceBatch):
     ) -> None:
         if n_sequences > MAX_SEQUENCES:
             raise UsageError(f"{model.engine} takes at most {MAX_SEQUENCES} sequences, not {n_sequences}")
-        self._n_threads, kv_type = n_threads, model.kv_type if model.binding.batches_kv_types else "f16"
+        kv_type = model.kv_type if model.binding.batches_kv_types else "f16"
         self.passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
         super().__init__(
             [LlamaContext(model, n_ctx, n_threads, hidden, batch=self) for _ in range(n_sequences)], n_cells
@@ -400,10 +400,17 @@ class SequencesOrOne(LlamaSequences):
     """For an engine without flash attention in a pass over several sequences: while only one sequence holds tokens, it
     is kept and computed in a memory of its own. Before the next pass over several it is copied back."""
 
-    _own: LlamaPasses | None = None  # the memory for one sequence
-    _has_room = True  # for that memory
-    apart: LlamaContext | None = None  # the sequence that is in it
-    _n_alone = 0  # passes over one sequence, lately
+    def __init__(
+        self, model: LlamaModel, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
+    ) -> None:
+        self._own = LlamaPasses(model, n_ctx, n_threads, model.kv_type, hidden)
+        try:
+            super().__init__(model, n_sequences, n_cells, n_ctx, n_threads, hidden)
+        except BaseException:
+            self._own.close()
+            raise
+        self.apart: LlamaContext | None = None  # the sequence that is in ``_own``
+        self._n_alone = 0  # passes over one sequence, lately
 
     def before_one(self, context: LlamaContext) -> None:
         if context is self.apart:
@@ -414,38 +421,24 @@ class SequencesOrOne(LlamaSequences):
         self._n_alone += 1
         if context.n_past and self._n_alone < N_ALONE:
             return
-        own = self._emptied()
-        if own is None:
-            return
+        self._empty_own()
         if context.n_past:
-            try:
-                restore(self.model, own.handle, context.record())
-            except (EngineError, MemoryError):
-                self._has_room = False
-                return
+            restore(self.model, self._own.handle, context.record())
             context.empty()
-        context.passes, self.apart = own, context
+        context.passes, self.apart = self._own, context
 
     def before_import(self, context: LlamaContext) -> None:
-        if not self._others_hold_tokens(context) and (own := self._emptied()) is not None:
-            context.passes, self.apart = own, context
+        if not self._others_hold_tokens(context):
+            self._empty_own()
+            context.passes, self.apart = self._own, context
 
     def _others_hold_tokens(self, context: LlamaContext) -> bool:
         return any(each.n_past for each in self._sequences if each is not context)
 
-    def _emptied(self) -> LlamaPasses | None:
-        """The memory for one sequence, empty; None where there is no room for it."""
+    def _empty_own(self) -> None:
         if self.apart is not None:
             self.apart.passes, self.apart = self.passes, None
-        if self._own is not None:
-            self.model.binding.clear(self._own.handle)
-        elif self._has_room:
-            try:
-                of = self.model, self.n_ctx, self._n_threads, self.model.kv_type, self.hidden
-                self._own = LlamaPasses(*of)
-            except EngineError:
-                self._has_room = False
-        return self._own if self._has_room else None
+        self.model.binding.clear(self._own.handle)
 
     def _join(self) -> None:
         """Copy the sequence that is apart back, rows of the first layers too. On EngineError it stays where it is."""
@@ -460,7 +453,7 @@ class SequencesOrOne(LlamaSequences):
             except BaseException:
                 context.passes = apart
                 raise
-        self._emptied()
+        self._empty_own()
         self._n_alone = 0
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
@@ -474,6 +467,5 @@ class SequencesOrOne(LlamaSequences):
         super()._copy_prefix(source, target, n)
 
     def _close(self) -> None:
-        if self._own is not None:
-            self._own.close()
+        self._own.close()
         super()._close()
