@@ -182,7 +182,7 @@ class Model(_Closable):
     n_embd: int  # width of the residual stream, of hidden states and of rows of floats
     n_layers: int  # number of blocks, without those for multi-token prediction
     n_vocab: int  # width of a row of logits; padding rows can make it exceed the number of named tokens
-    n_threads: int  # of a pass, unless a context has its own number
+    n_threads: int  # that compute a pass
     capabilities: Capabilities
     kv_type: str = ""  # of the attention cache, where the engine has several: a saved state has to match it
     placement: str = ""  # where the weights go, as text; empty where nothing was asked
@@ -213,13 +213,10 @@ class Model(_Closable):
         self.n_embd = number("embedding_length")
         self.n_layers = number("block_count") - number("nextn_predict_layers")
 
-    def new_context(
-        self, n_ctx: int, *, n_threads: int | None = None, hidden: Sequence[str] = (), branches: bool = False
-    ) -> Context:
+    def new_context(self, n_ctx: int, *, hidden: Sequence[str] = (), branches: bool = False) -> Context:
         """An empty memory of one sequence, with room for ``n_ctx`` tokens. Contexts of one model are independent.
 
         Args:
-            n_threads: of its passes; None takes the model's.
             hidden: names of the hidden states that every pass returns.
             branches: whether ``Context.decode_tree`` is to work, where it can (``why_no_trees``).
 
@@ -229,7 +226,7 @@ class Model(_Closable):
         """
         self._check_open()
         make = self._new_branching_context if branches else self._new_context
-        return make(n_ctx, n_threads or self.n_threads, self._check_memory(n_ctx, hidden))
+        return make(n_ctx, self._check_memory(n_ctx, hidden))
 
     def why_no_trees(self) -> str | None:
         """Why no context takes tokens that branch; None where one can."""
@@ -238,13 +235,7 @@ class Model(_Closable):
         return f"{self.engine} does not take tokens that branch for {self.path.name}"
 
     def new_batch(
-        self,
-        n_sequences: int,
-        n_cells: int,
-        *,
-        n_ctx: int | None = None,
-        n_threads: int | None = None,
-        hidden: Sequence[str] = (),
+        self, n_sequences: int, n_cells: int, *, n_ctx: int | None = None, hidden: Sequence[str] = ()
     ) -> SequenceBatch:
         """An empty memory of several sequences that are fed together; see ``new_context``.
 
@@ -259,8 +250,7 @@ class Model(_Closable):
         if n_sequences <= 0:
             raise UsageError(f"the number of sequences must be at least 1, not {n_sequences}")
         n_ctx = n_cells if n_ctx is None else min(n_ctx, n_cells)
-        names = self._check_memory(n_ctx, hidden)
-        return self._new_batch(n_sequences, n_cells, n_ctx, n_threads or self.n_threads, names)
+        return self._new_batch(n_sequences, n_cells, n_ctx, self._check_memory(n_ctx, hidden))
 
     def _check_memory(self, n_ctx: int, hidden: Sequence[str]) -> tuple[str, ...]:
         """The names of hidden states without repetitions."""
@@ -301,18 +291,16 @@ class Model(_Closable):
         """Load again what was lost with a device; contexts are empty then. EngineError where it is still gone."""
 
     @abstractmethod
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context: ...
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> Context: ...
 
-    def _new_branching_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context:
-        return self._new_context(n_ctx, n_threads, hidden)
+    def _new_branching_context(self, n_ctx: int, hidden: tuple[str, ...]) -> Context:
+        return self._new_context(n_ctx, hidden)
 
-    def _new_batch(
-        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> SequenceBatch:
+    def _new_batch(self, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> SequenceBatch:
         contexts: list[Context] = []
         try:
             while len(contexts) < n_sequences:
-                contexts.append(self._new_context(n_ctx, n_threads, hidden))
+                contexts.append(self._new_context(n_ctx, hidden))
         except BaseException:
             for context in contexts:
                 context.close()

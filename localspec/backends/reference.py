@@ -233,7 +233,7 @@ class ReferenceModel(Model):
         rotations: npt.NDArray[np.complex128] = np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
         return rotations
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> ReferenceContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> ReferenceContext:
         return ReferenceContext(self, n_ctx, hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:

@@ -82,7 +82,7 @@ class LlamaHeadModel(Model):
             if head.borrows:
                 lender = self._lender(target)
                 # A small context that is never fed does for the engine to find matrices.
-                self._anchor = 0 if head.reads else self.new_handle(lender.handle, 1, 1, n_threads, 0)
+                self._anchor = 0 if head.reads else self.new_handle(lender.handle, 1, 1, 0)
         except BaseException:
             self.close()
             raise
@@ -123,7 +123,7 @@ class LlamaHeadModel(Model):
             raise UnsupportedModel(f"{self.path.name} takes weights of its target, which cannot be on RPC servers then")
         return target
 
-    def new_handle(self, model: int, n_ctx: int, n_rows: int, n_threads: int, other: int) -> int:
+    def new_handle(self, model: int, n_ctx: int, n_rows: int, other: int) -> int:
         # Over another memory it has to take the sequences of that, and ends the process with fewer rows than those.
         n_sequences = self.binding.lib.llama_n_seq_max(other) if self.head.reads else 1
         n_rows = n_sequences if self.head.reads else n_rows
@@ -131,26 +131,26 @@ class LlamaHeadModel(Model):
         fields |= dict.fromkeys(("type_k", "type_v"), KV_TYPES[self.kv_type])
         fields |= {"ctx_other": other} if other else {}
         fields |= {"ctx_type": self.staging.mtp} if self.head.has_zeroth or self.head.reads else {}
-        handle = self.binding.new_context(model, n_threads, n_sequences, **fields)
+        handle = self.binding.new_context(model, self.n_threads, n_sequences, **fields)
         if not handle:
             raise EngineError(f"{self.engine} could not create a context of {n_ctx} rows for {self.path.name}")
         return handle
 
-    def reader_of(self, passes: LlamaPasses, n_threads: int) -> LlamaMemoryReader:
+    def reader_of(self, passes: LlamaPasses) -> LlamaMemoryReader:
         """The context over a memory of the target, for all of its sequences."""
 
         def make(handle: int) -> LlamaMemoryReader:
             n_ctx = int(self.binding.lib.llama_n_ctx(handle))
-            return LlamaMemoryReader(self, n_ctx, n_threads, (STATE,), handle)
+            return LlamaMemoryReader(self, n_ctx, (STATE,), handle)
 
         self._read.add(passes)
         return cast(LlamaMemoryReader, passes.reader(self, make))
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> HeadContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> HeadContext:
         if self.head.reads:
-            return LlamaFollowingContext(self, n_ctx, n_threads, hidden)
+            return LlamaFollowingContext(self, n_ctx, hidden)
         kind = LlamaBlockContext if self.head.block else LlamaHeadContext
-        return kind(self, n_ctx, n_threads, hidden, self._anchor)
+        return kind(self, n_ctx, hidden, self._anchor)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         raise EngineError(f"{self.path.name} is a draft head and cannot tokenize text")
@@ -168,10 +168,10 @@ class LlamaHeadContext(HeadContext):
     model: LlamaHeadModel
     sequence = 0  # where its rows go
 
-    def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...], anchor: int) -> None:
+    def __init__(self, model: LlamaHeadModel, n_ctx: int, hidden: tuple[str, ...], anchor: int) -> None:
         super().__init__(model, n_ctx, hidden)
         self._binding, self._functions = model.binding, model.staging
-        self._handle = model.new_handle(model.handle, n_ctx, ROWS, n_threads, anchor)
+        self._handle = model.new_handle(model.handle, n_ctx, ROWS, anchor)
         self._batch = self._functions.batch_init(self._handle)
         self.finds_best, head = model.finds_best, model.head
         device = model.capabilities.device
@@ -318,9 +318,8 @@ class LlamaFollowingContext(HeadContext):
 
     model: LlamaHeadModel
 
-    def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> None:
+    def __init__(self, model: LlamaHeadModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
         super().__init__(model, n_ctx, hidden)
-        self._n_threads = n_threads
         self._target: Context | None = None
 
     def follow(self, target: Context) -> None:
@@ -330,7 +329,7 @@ class LlamaFollowingContext(HeadContext):
         assert self._target is not None
         assert len(tokens) == 1
         assert isinstance(self._target, LlamaContext)
-        reader = self.model.reader_of(self._target.passes, self._n_threads)
+        reader = self.model.reader_of(self._target.passes)
         reader.sequence, reader.position = self._target.sequence, self._target.n_past
         return reader._decode_floats(rows, tokens, logits)
 

@@ -76,7 +76,7 @@ class LlamaModel(LlamaWeights):
         """How many tokens of a pass a context takes back at once, though its memory cannot be rewound."""
         if self.capabilities.rollback == "exact" or not self.binding.saves_recurrent:
             return 0
-        passes = LlamaPasses(self, 2, self.n_threads, self.kv_type, n_snapshots=1)
+        passes = LlamaPasses(self, 2, self.kv_type, n_snapshots=1)
         try:
             if not passes.n_snapshots:
                 return 0  # the engine keeps none for this architecture
@@ -86,13 +86,13 @@ class LlamaModel(LlamaWeights):
             passes.close()
         return min(MAX_SNAPSHOTS, int(SNAPSHOT_SHARE * self.size_bytes / n_bytes))
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> LlamaContext:
         self._check_states(hidden)
-        return LlamaContext(self, n_ctx, n_threads, hidden)
+        return LlamaContext(self, n_ctx, hidden)
 
-    def _new_branching_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> LlamaContext:
+    def _new_branching_context(self, n_ctx: int, hidden: tuple[str, ...]) -> LlamaContext:
         self._check_states(hidden)
-        return LlamaContext(self, n_ctx, n_threads, hidden, branches=self.why_no_trees() is None)
+        return LlamaContext(self, n_ctx, hidden, branches=self.why_no_trees() is None)
 
     def why_no_trees(self) -> str | None:
         what = f"{self.engine} does not take tokens that branch for {self.path.name}"
@@ -106,11 +106,9 @@ class LlamaModel(LlamaWeights):
             return f"{what}: another process that tried did not live through it"
         return None
 
-    def _new_batch(
-        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> SequenceBatch:
+    def _new_batch(self, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> SequenceBatch:
         if not self.capabilities.batches:
-            return super()._new_batch(n_sequences, n_cells, n_ctx, n_threads, hidden)
+            return super()._new_batch(n_sequences, n_cells, n_ctx, hidden)
         if not self.survives_several():
             raise UnsupportedModel(
                 f"{self.path.name}: {self.engine} does not compute several sequences of this {self.architecture!r} "
@@ -120,7 +118,7 @@ class LlamaModel(LlamaWeights):
         # A context of one sequence takes what a memory of several holds only if both are of one type.
         lies_apart = not self.binding.batches_kv_types and self.capabilities.keeps_kv_type and n_sequences > 1
         make = SequencesOrOne if lies_apart else LlamaSequences
-        batch = make(self, n_sequences, n_cells, n_ctx, n_threads, hidden)
+        batch = make(self, n_sequences, n_cells, n_ctx, hidden)
         self._batches.add(batch)
         return batch
 
@@ -128,7 +126,7 @@ class LlamaModel(LlamaWeights):
         """Refuse states that this architecture's graph does not name in this engine."""
         if self._known_states.issuperset(hidden):
             return
-        with LlamaContext(self, 2, self.n_threads, hidden) as context:
+        with LlamaContext(self, 2, hidden) as context:
             try:
                 context.decode([0, 0])
             except EngineError as error:
@@ -147,14 +145,13 @@ class LlamaContext(Context):
         self,
         model: LlamaModel,
         n_ctx: int,
-        n_threads: int,
         hidden: tuple[str, ...] = (),
         *,
         branches: bool = False,
         batch: LlamaSequences | None = None,
     ) -> None:
         super().__init__(model, n_ctx, hidden)
-        self._binding, self._n_threads, self._batch = model.binding, n_threads, batch
+        self._binding, self._batch = model.binding, batch
         self._rollback: Rollback | None = None
         self._leaves: LeafSequences | None = None
         self.can_branch = branches
@@ -180,7 +177,7 @@ class LlamaContext(Context):
         """Be empty, in a model that was loaded, perhaps again."""
         model = self.model
         options: dict[str, Any] = {"branches": self.can_branch, "n_snapshots": model.n_snapshots}
-        self.passes = LlamaPasses(model, self.n_ctx, self._n_threads, model.kv_type, self.hidden, **options)
+        self.passes = LlamaPasses(model, self.n_ctx, model.kv_type, self.hidden, **options)
         self._rollback = Rollback(model, self.passes) if model.capabilities.rollback == "replay" else None
         self._set_leaves()
 
@@ -329,16 +326,12 @@ class LlamaSequences(SequenceBatch):
     shares_prefix = True
     _sequences: Sequence[LlamaContext]
 
-    def __init__(
-        self, model: LlamaModel, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> None:
+    def __init__(self, model: LlamaModel, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> None:
         if n_sequences > MAX_SEQUENCES:
             raise UsageError(f"{model.engine} takes at most {MAX_SEQUENCES} sequences, not {n_sequences}")
         kv_type = model.kv_type if model.binding.batches_kv_types else "f16"
-        self.passes = LlamaPasses(model, n_cells, n_threads, kv_type, hidden, n_sequences)
-        super().__init__(
-            [LlamaContext(model, n_ctx, n_threads, hidden, batch=self) for _ in range(n_sequences)], n_cells
-        )
+        self.passes = LlamaPasses(model, n_cells, kv_type, hidden, n_sequences)
+        super().__init__([LlamaContext(model, n_ctx, hidden, batch=self) for _ in range(n_sequences)], n_cells)
 
     def before_one(self, context: LlamaContext) -> None:
         """Called before a pass over one sequence."""
@@ -400,12 +393,10 @@ class SequencesOrOne(LlamaSequences):
     """For an engine without flash attention in a pass over several sequences: while only one sequence holds tokens, it
     is kept and computed in a memory of its own. Before the next pass over several it is copied back."""
 
-    def __init__(
-        self, model: LlamaModel, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> None:
-        self._own = LlamaPasses(model, n_ctx, n_threads, model.kv_type, hidden)
+    def __init__(self, model: LlamaModel, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> None:
+        self._own = LlamaPasses(model, n_ctx, model.kv_type, hidden)
         try:
-            super().__init__(model, n_sequences, n_cells, n_ctx, n_threads, hidden)
+            super().__init__(model, n_sequences, n_cells, n_ctx, hidden)
         except BaseException:
             self._own.close()
             raise

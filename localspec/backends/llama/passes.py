@@ -153,7 +153,6 @@ class LlamaPasses:
         self,
         model: LlamaWeights,
         n_ctx: int,
-        n_threads: int,
         kv_type: str,
         hidden: Sequence[str] = (),
         n_sequences: int = 1,
@@ -168,7 +167,9 @@ class LlamaPasses:
         fields: dict[str, Any] = {"n_ctx": -(-n_ctx // 256) * 256, "n_batch": N_BATCH, "n_ubatch": N_UBATCH}
         fields |= dict.fromkeys(("type_k", "type_v"), KV_TYPES[kv_type])
         fields |= {"cb_eval": self.tap.callback} if self.tap is not None else {}
-        make = partial(self._binding.new_context, model.handle, n_threads, n_sequences, branches=branches, **fields)
+        make = partial(
+            self._binding.new_context, model.handle, model.n_threads, n_sequences, branches=branches, **fields
+        )
         handle = make(n_rs_seq=n_snapshots) or make() if n_snapshots else make()
         if not handle:
             raise EngineError(

@@ -490,7 +490,7 @@ class MLXModel(Model):
         """Whether contexts look for the largest logits on the device: where that takes less time."""
         return self.capabilities.device == "gpu" and best_pays(self)
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> MLXContext:
         most = self.network.max_context
         if most is not None and n_ctx > most:
             raise UsageError(
@@ -499,13 +499,11 @@ class MLXModel(Model):
             )
         return MLXContext(self, n_ctx, hidden)
 
-    def _new_batch(
-        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> SequenceBatch:
+    def _new_batch(self, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> SequenceBatch:
         if not self.capabilities.batches:
-            return super()._new_batch(n_sequences, n_cells, n_ctx, n_threads, hidden)
+            return super()._new_batch(n_sequences, n_cells, n_ctx, hidden)
         # They take no memory before they are fed.
-        return MLXSequences([self._new_context(n_ctx, n_threads, hidden) for _ in range(n_sequences)], n_cells)
+        return MLXSequences([self._new_context(n_ctx, hidden) for _ in range(n_sequences)], n_cells)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special, parse_special)
