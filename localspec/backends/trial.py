@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from localspec.backends.base import Model, Piece, Progress
+from localspec.backends import trust
+from localspec.backends.base import Progress
 from localspec.backends.registry import engine_module
 from localspec.errors import Cancelled
 from localspec.model_files.gguf import fingerprint
@@ -77,7 +78,7 @@ def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> 
             child.kill()
 
 
-# -- what the child does: read, draft, reject, start over --------------------------------------------------------------
+# -- what the child does -----------------------------------------------------------------------------------------------
 
 N_TOKENS = 280  # more than ik-llama computes together, so that windows and masks are met by a second piece
 
@@ -85,33 +86,12 @@ N_TOKENS = 280  # more than ik-llama computes together, so that windows and mask
 def main() -> None:
     path, backend, kv_type, n_threads, memory = sys.argv[1:]
     with engine_module(backend).open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
+        if memory == "several":
+            trust.check_batch(model)
+            trust.check_branches(model)
+            return
         tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
-        (_feed_several if memory == "several" else _feed_one)(model, tokens)
-
-
-def _feed_one(model: Model, tokens: list[int]) -> None:
-    with model.new_context(N_TOKENS + 8) as context:
-        context.decode(tokens, "last")
-        context.decode(tokens[:5])
-        context.truncate(N_TOKENS + 2)
-        context.decode(tokens[:1])
-        context.truncate(0)
-        context.decode(tokens[:3])
-
-
-def _feed_several(model: Model, tokens: list[int]) -> None:
-    with model.new_batch(2, 2 * N_TOKENS) as batch:
-        batch.decode([Piece(0, tokens[:-8], "last"), Piece(1, tokens[:20])])
-        batch.decode([Piece(0, tokens[:5]), Piece(1, tokens[:3])])
-        batch.truncate(0, 40)
-        batch.decode([Piece(0, tokens[:1]), Piece(1, tokens[:1])])
-        batch.copy_prefix(0, 1, 30)
-        batch.decode([Piece(0, tokens[:3]), Piece(1, tokens[:2])])
-    with model.new_context(N_TOKENS + 8, branches=True) as context:
-        context.decode(tokens[:-20], "last")
-        for parents in ([-1, 0, 0, -1, 3], [-1, -1, 1]):
-            context.decode_tree(tokens[: len(parents)], parents)
-            context.keep([parents.index(-1, 1)])
-            context.decode(tokens[:1])
-        context.truncate(9)
-        context.decode(tokens[:40])
+        with model.new_context(N_TOKENS + 8) as context:
+            context.decode(tokens, "last")
+            context.decode(tokens[:5])
+        trust.check_model(model)
