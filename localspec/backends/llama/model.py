@@ -214,7 +214,8 @@ class LlamaContext(Context):
         return self._run(self._behind(self.n_past, rows, logits), last, n_best)
 
     def _behind(self, n_past: int, rows: Sequence[int] | FloatArray, logits: Wanted) -> PassRows:
-        return PassRows.behind(n_past, rows, logits, self.sequence if self._batch is not None else None)
+        is_shared = self._batch is not None and self.passes.several
+        return PassRows.behind(n_past, rows, logits, self.number if is_shared else None)
 
     def _run(self, rows: PassRows, last: str | None = None, n_best: int = 0) -> Forward:
         forward = self.passes.run(rows, last=last, n_best=n_best, begun=self.meanwhile)
