@@ -290,7 +290,7 @@ def _run(
             program.wait()
     if stopped:
         raise KeyboardInterrupt
-    return program.returncode
+    return int(program.returncode)
 
 
 def _tree(program: psutil.Popen) -> list[psutil.Process]:

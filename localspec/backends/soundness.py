@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
         UnsupportedModel: the engine has no kernels for it.
     """
     name = gguf.path.name
-    _refuse(gguf, chain(_odd_kinds(gguf), _odd_numbers(gguf), _odd_experts(gguf)))
+    _refuse(gguf, _damages(gguf, vocab))
     scaling = gguf.field("rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _SCALINGS:
         raise UnsupportedModel(f"{name} has rope scaling of the unknown type {shown(scaling)}")
@@ -78,8 +78,6 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
             )
         if tensor.ggml_type in _NO_WEIGHTS and tensor.name.endswith((".weight", ".bias")):
             raise UnsupportedModel(f"{name} has weights of the type {tensor.type_name} ({tensor.name})")
-    if vocab.n_tokens:  # a head has none
-        _refuse(gguf, _odd_tokens(gguf, vocab))
 
 
 def has_usual_sizes(gguf: GGUFFile) -> bool:
@@ -129,12 +127,6 @@ def _refuse(gguf: GGUFFile, damages: Iterator[str]) -> None:
         raise ModelFileError(f"{gguf.path.name} is damaged: {what}; fetch it again")
 
 
-def _odd_kinds(gguf: GGUFFile) -> Iterator[str]:
-    for key in ("general.file_type", "general.alignment"):
-        if gguf.kinds.get(key, _UINT32) != _UINT32:
-            yield f"{key} is not a 32-bit number"
-
-
 def _odd_numbers(gguf: GGUFFile) -> Iterator[str]:
     for name, value in _numbers(gguf):
         low, high = next(((low, high) for ends, low, high in _RANGES if name.endswith(ends)), (-math.inf, math.inf))
@@ -144,14 +136,17 @@ def _odd_numbers(gguf: GGUFFile) -> Iterator[str]:
                 yield f"its {gguf.architecture}.{name} is {each:g}"
 
 
-def _odd_experts(gguf: GGUFFile) -> Iterator[str]:
+def _damages(gguf: GGUFFile, vocab: Vocab) -> Iterator[str]:
+    for key in ("general.file_type", "general.alignment"):
+        if gguf.kinds.get(key, _UINT32) != _UINT32:
+            yield f"{key} is not a 32-bit number"
+    yield from _odd_numbers(gguf)
     total, used = (gguf.field(f"expert_{which}", 0) for which in ("count", "used_count"))
     are_counts = isinstance(total, int) and isinstance(used, int)
     if are_counts and (total > _MAX_EXPERTS or used > total or (total and not used)):
         yield f"it says {total} experts of which {used} are used"
-
-
-def _odd_tokens(gguf: GGUFFile, vocab: Vocab) -> Iterator[str]:
+    if not vocab.n_tokens:  # a head
+        return
     tokens = gguf.metadata["tokenizer.ggml.tokens"]
     raw, offsets = bytes(tokens.raw), tokens.offsets.tolist()
     # Engines read a token as far as its first zero byte.
