@@ -36,7 +36,7 @@ def survives(
     """Whether a process that loads a file and decodes with it comes to its end; remembered. Cancelled by ``progress``.
 
     Args:
-        engine: name and version of the engine, which has ``open_untried``.
+        engine: name and version of the engine, whose ``load`` takes ``is_trial``.
         several: whether it decodes several sequences in one pass, and tokens that branch.
     """
 
@@ -85,7 +85,8 @@ N_TOKENS = 280  # more than ik-llama computes together, so that windows and mask
 
 def main() -> None:
     path, backend, kv_type, n_threads, memory = sys.argv[1:]
-    with engine_module(backend).open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
+    options = {"n_threads": int(n_threads), "n_gpu_layers": 0, "kv_type": kv_type}
+    with engine_module(backend).load(path, **options, is_trial=True) as model:
         if memory == "several":
             trust.check_batch(model)
             trust.check_branches(model)

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from localspec.backends.base import Progress
 from localspec.backends.llama.binding import Binding, Bytes, Place, Places
 from localspec.backends.llama.ggml import (
     TensorFunctions,
@@ -405,33 +404,21 @@ def binding() -> IkLlamaBinding:
     return IkLlamaBinding()
 
 
-def load(
-    path: Path | str,
-    *,
-    n_threads: int | None = None,
-    n_gpu_layers: int | None = None,
-    kv_type: str = "f16",
-    progress: Progress | None = None,
-    placement: Placement | None = None,
-) -> LlamaModel:
+def load(path: Path | str, *, n_gpu_layers: int | None = None, **options: Any) -> LlamaModel:
     """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.registry``.
+
+    The options are those of ``LlamaWeights``.
 
     Raises:
         UsageError: layers on a GPU are asked for, which its wheels do not have.
     """
-    if n_gpu_layers and not binding().gpu:
+    engine = binding()
+    if n_gpu_layers and not engine.gpu:
         raise UsageError("ik-llama's wheels run on the CPU only; use --backend llama-cpp for --gpu-layers")
-    if kv_type == "f32":
+    if options.get("kv_type") == "f32":
         # Its flash attention aborts the whole process on a KV cache of F32.
         raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
-    layers = (_ALL_LAYERS if binding().gpu else 0) if n_gpu_layers is None else n_gpu_layers
-    options = {"kv_type": kv_type, "placement": placement, "progress": progress}
-    layers = _ALL_LAYERS if layers < 0 else layers
-    return LlamaModel(binding(), Path(path), n_threads=n_threads, n_gpu_layers=layers, **options)
-
-
-def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
-    """Load a file whatever that may do to the process, which does nothing else."""
-    engine = binding()
-    engine.repacks = False
-    return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type, is_trial=True)
+    if options.get("is_trial"):
+        engine.repacks = False  # which takes longer than what is tried
+    layers = (_ALL_LAYERS if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
+    return LlamaModel(engine, Path(path), n_gpu_layers=_ALL_LAYERS if layers < 0 else layers, **options)

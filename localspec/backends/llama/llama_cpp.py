@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from localspec.backends.base import Progress
 from localspec.backends.llama.binding import Binding, Place, Places
 from localspec.backends.llama.ggml import GPU, INTEGRATED, Ggml, TensorFunctions, digest, engine_log
 from localspec.backends.llama.model import LlamaModel
@@ -106,21 +105,8 @@ def gpu_layers(wanted: int | None, *, on_devices: bool = False) -> int:
     return (-1 if binding().gpu or on_devices else 0) if wanted is None else wanted
 
 
-def load(
-    path: Path | str,
-    *,
-    n_threads: int | None = None,
-    n_gpu_layers: int | None = None,
-    kv_type: str = "f16",
-    progress: Progress | None = None,
-    placement: Placement | None = None,
-) -> LlamaModel:
-    """Load a GGUF with llama.cpp; see ``backends.registry``."""
-    layers = gpu_layers(n_gpu_layers, on_devices=placement is not None and bool(placement.rpc))
-    options = {"kv_type": kv_type, "placement": placement, "progress": progress}
-    return LlamaModel(binding(), Path(path), n_threads=n_threads, n_gpu_layers=layers, **options)
-
-
-def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
-    """Load a file, on the CPU, whatever that may do to the process."""
-    return LlamaModel(binding(), path, n_threads=n_threads, kv_type=kv_type, is_trial=True)
+def load(path: Path | str, *, n_gpu_layers: int | None = None, **options: Any) -> LlamaModel:
+    """Load a GGUF with llama.cpp; see ``backends.registry``. The options are those of ``LlamaWeights``."""
+    placement = options.get("placement")
+    layers = gpu_layers(n_gpu_layers, on_devices=bool(placement and placement.rpc))
+    return LlamaModel(binding(), Path(path), n_gpu_layers=layers, **options)
