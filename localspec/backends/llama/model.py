@@ -163,9 +163,14 @@ class LlamaContext(Context):
         model.contexts.add(self)
 
     @property
+    def _is_shared(self) -> bool:
+        """Whether its rows lie among those of other sequences now."""
+        return self._batch is not None and self.passes.several
+
+    @property
     def sequence(self) -> int:
         """Its number in the engine's memory."""
-        return self.number if self.passes.several else 0
+        return self.number if self._is_shared else 0
 
     def release(self) -> None:
         """Give the engine's memory back before its model is freed."""
@@ -214,8 +219,7 @@ class LlamaContext(Context):
         return self._run(self._behind(self.n_past, rows, logits), last, n_best)
 
     def _behind(self, n_past: int, rows: Sequence[int] | FloatArray, logits: Wanted) -> PassRows:
-        is_shared = self._batch is not None and self.passes.several
-        return PassRows.behind(n_past, rows, logits, self.number if is_shared else None)
+        return PassRows.behind(n_past, rows, logits, self.number if self._is_shared else None)
 
     def _run(self, rows: PassRows, last: str | None = None, n_best: int = 0) -> Forward:
         forward = self.passes.run(rows, last=last, n_best=n_best, begun=self.meanwhile)
@@ -244,7 +248,7 @@ class LlamaContext(Context):
     def _truncate(self, n: int) -> None:
         if self._leaves is not None:
             self._leaves.cut(n, self.n_past)
-        if self._batch is not None:
+        if self._is_shared:
             self.passes.n_gaps += max(0, self.n_past - n)
         if self._rollback is None and self._binding.remove(self._handle, n, self.sequence):
             return
@@ -276,7 +280,7 @@ class LlamaContext(Context):
 
     def empty(self) -> None:
         """Take all of the sequence out of the engine's memory."""
-        if self.passes.several and self._batch is not None:
+        if self._is_shared:
             self.passes.n_gaps += self.n_past
             self._binding.remove(self._handle, 0, self.number)
         else:
