@@ -205,7 +205,7 @@ def rounds(args: argparse.Namespace) -> dict[str, Any]:
 def ms_to_begin(context: Context) -> float:
     """How soon the engine came back from the last short passes: before a device has computed them, if it is one."""
     assert isinstance(context, LlamaContext)
-    return statistics.median(context._passes._ms_to_begin)
+    return statistics.median(context.passes._ms_to_begin)
 
 
 class Script:

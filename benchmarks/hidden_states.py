@@ -45,7 +45,7 @@ def measure(model: Model, repeats: int) -> None:
     contexts = {name: model.new_context(128, hidden=hidden) for name, hidden in names.items()}
     by_name = contexts["four by name"]
     if isinstance(by_name, LlamaContext):
-        by_name._passes._repeatable = False
+        by_name.passes._repeatable = False
     else:
         del contexts["four by name"]
     tokens = [1 + i % 200 for i in range(N_PAST)]

@@ -16,12 +16,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from localspec.backends.llama import ik_llama
-from localspec.backends.native_build import BuildProcess
+from localspec.backends.llama.ggml import built_for, system_info
+from localspec.backends.trust import check_model, check_tokens
 from localspec.measuring.statistics import order_statistics
 from localspec.system.machine import busy_share, cpu_name, default_threads
 
@@ -30,6 +34,55 @@ WIDTHS = {1: 4, 2: 4, 3: 3, 4: 3, 5: 3, 6: 3, 7: 3, 8: 3, 16: 2, 256: 1}
 
 ENOUGH = 0.015
 """Half the width of an interval, over the median, that is narrow."""
+
+
+N_FILL = 64
+
+
+class BuildProcess:
+    """A process that runs a file in one build of ik-llama."""
+
+    def __init__(self, library: Path, model: Path, n_threads: int) -> None:
+        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _load, (library, model, n_threads))
+        self.engine, self.features, self.own_kl = self._pool.submit(_facts).result()
+
+    def __enter__(self) -> BuildProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown()
+
+    def ms(self, width: int, passes: int = 1) -> float:
+        """The shortest of some passes over so many tokens, with ``N_FILL`` in the memory [ms]."""
+        return self._pool.submit(_shortest, width, passes).result()
+
+
+_loaded: list[Any] = []  # in such a process: the model, its context, a text
+
+
+def _load(library: Path, path: Path, n_threads: int) -> None:
+    os.environ[ik_llama.LIBRARY] = str(library)
+    model = ik_llama.load(path, n_threads=n_threads)
+    tokens = (check_tokens(model, N_FILL) * 100)[: N_FILL + max(WIDTHS)]
+    context = model.new_context(len(tokens) + 8)
+    context.decode(tokens[:N_FILL], "none")
+    _loaded.extend((model, context, tokens))
+
+
+def _facts() -> tuple[str, list[str], float]:
+    model = _loaded[0]
+    return model.engine, built_for(system_info(ik_llama.binding().lib)), check_model(model).mean_kl
+
+
+def _shortest(width: int, passes: int) -> float:
+    _, context, tokens = _loaded
+    found = []
+    for _ in range(passes):
+        started = time.perf_counter()
+        context.decode(tokens[N_FILL : N_FILL + width], "last" if width > 16 else "all")
+        found.append((time.perf_counter() - started) * 1e3)
+        context.truncate(N_FILL)
+    return min(found)
 
 
 def compare(path: Path, libraries: dict[str, Path], threads: list[int], minutes: float) -> None:

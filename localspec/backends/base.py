@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
+from localspec.errors import Cancelled, Closed, ContextFull, UsageError
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 
@@ -94,11 +94,8 @@ def joined(forwards: Sequence[Forward]) -> Forward:
     """Passes that continued each other, as one."""
     if len(forwards) == 1:
         return forwards[0]
-    return Forward(np.concatenate([forward.logits for forward in forwards]), joined_states(forwards))
-
-
-def joined_states(forwards: Sequence[Forward]) -> dict[str, FloatArray]:
-    return {name: np.concatenate([forward.hidden[name] for forward in forwards]) for name in forwards[0].hidden}
+    hidden = {name: np.concatenate([forward.hidden[name] for forward in forwards]) for name in forwards[0].hidden}
+    return Forward(np.concatenate([forward.logits for forward in forwards]), hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +182,7 @@ class Model(_Closable):
     n_embd: int  # width of the residual stream, of hidden states and of rows of floats
     n_layers: int  # number of blocks, without those for multi-token prediction
     n_vocab: int  # width of a row of logits; padding rows can make it exceed the number of named tokens
-    n_threads: int  # of a pass, unless a context has its own number
+    n_threads: int  # that compute a pass
     capabilities: Capabilities
     kv_type: str = ""  # of the attention cache, where the engine has several: a saved state has to match it
     placement: str = ""  # where the weights go, as text; empty where nothing was asked
@@ -216,13 +213,10 @@ class Model(_Closable):
         self.n_embd = number("embedding_length")
         self.n_layers = number("block_count") - number("nextn_predict_layers")
 
-    def new_context(
-        self, n_ctx: int, *, n_threads: int | None = None, hidden: Sequence[str] = (), branches: bool = False
-    ) -> Context:
+    def new_context(self, n_ctx: int, *, hidden: Sequence[str] = (), branches: bool = False) -> Context:
         """An empty memory of one sequence, with room for ``n_ctx`` tokens. Contexts of one model are independent.
 
         Args:
-            n_threads: of its passes; None takes the model's.
             hidden: names of the hidden states that every pass returns.
             branches: whether ``Context.decode_tree`` is to work, where it can (``why_no_trees``).
 
@@ -232,7 +226,7 @@ class Model(_Closable):
         """
         self._check_open()
         make = self._new_branching_context if branches else self._new_context
-        return make(n_ctx, n_threads or self.n_threads, self._check_memory(n_ctx, hidden))
+        return make(n_ctx, self._check_memory(n_ctx, hidden))
 
     def why_no_trees(self) -> str | None:
         """Why no context takes tokens that branch; None where one can."""
@@ -241,13 +235,7 @@ class Model(_Closable):
         return f"{self.engine} does not take tokens that branch for {self.path.name}"
 
     def new_batch(
-        self,
-        n_sequences: int,
-        n_cells: int,
-        *,
-        n_ctx: int | None = None,
-        n_threads: int | None = None,
-        hidden: Sequence[str] = (),
+        self, n_sequences: int, n_cells: int, *, n_ctx: int | None = None, hidden: Sequence[str] = ()
     ) -> SequenceBatch:
         """An empty memory of several sequences that are fed together; see ``new_context``.
 
@@ -262,8 +250,7 @@ class Model(_Closable):
         if n_sequences <= 0:
             raise UsageError(f"the number of sequences must be at least 1, not {n_sequences}")
         n_ctx = n_cells if n_ctx is None else min(n_ctx, n_cells)
-        names = self._check_memory(n_ctx, hidden)
-        return self._new_batch(n_sequences, n_cells, n_ctx, n_threads or self.n_threads, names)
+        return self._new_batch(n_sequences, n_cells, n_ctx, self._check_memory(n_ctx, hidden))
 
     def _check_memory(self, n_ctx: int, hidden: Sequence[str]) -> tuple[str, ...]:
         """The names of hidden states without repetitions."""
@@ -304,18 +291,16 @@ class Model(_Closable):
         """Load again what was lost with a device; contexts are empty then. EngineError where it is still gone."""
 
     @abstractmethod
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context: ...
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> Context: ...
 
-    def _new_branching_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context:
-        return self._new_context(n_ctx, n_threads, hidden)
+    def _new_branching_context(self, n_ctx: int, hidden: tuple[str, ...]) -> Context:
+        return self._new_context(n_ctx, hidden)
 
-    def _new_batch(
-        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> SequenceBatch:
+    def _new_batch(self, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> SequenceBatch:
         contexts: list[Context] = []
         try:
             while len(contexts) < n_sequences:
-                contexts.append(self._new_context(n_ctx, n_threads, hidden))
+                contexts.append(self._new_context(n_ctx, hidden))
         except BaseException:
             for context in contexts:
                 context.close()
@@ -354,11 +339,9 @@ class Context(_Closable):
         self.meanwhile: Callable[[], None] | None = None
         self._partial: tuple[int, int] | None = None  # where rows of the first layers begin, and how many layers
         self._tree: tuple[list[int], list[int]] | None = None  # tokens and parents of a tree behind the memory
-
-    @property
-    def place(self) -> tuple[Context | SequenceBatch, int]:
-        """What holds the memory, and which of its sequences this is."""
-        return self, 0
+        # Of a sequence of a ``SequenceBatch``: the account of the room that all share, and its number there.
+        self.cells: Cells | None = None
+        self.number = 0
 
     @property
     def n_past(self) -> int:
@@ -373,7 +356,8 @@ class Context(_Closable):
     @property
     def n_free(self) -> int:
         """Tokens that still have room."""
-        return self.n_ctx - self.n_past
+        n_free = self.n_ctx - self.n_past
+        return n_free if self.cells is None else min(n_free, self.cells.n_free)
 
     def decode(self, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0) -> Forward:
         """Feed tokens after those already in the memory.
@@ -395,7 +379,7 @@ class Context(_Closable):
             if self.interrupted():
                 raise Cancelled("decoding was stopped")
         pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
-        return Forward(pieces[-1].logits, joined_states(pieces)) if len(pieces) > 1 else pieces[0]
+        return joined(pieces)
 
     def decode_floats(
         self, rows: FloatArray, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0
@@ -513,8 +497,7 @@ class Context(_Closable):
             raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
         self._drop_tree()
         if n < self.n_past:
-            self._truncate(n)
-            del self.tokens[n:]
+            self._cut(n)
         if self._partial is not None and n <= self._partial[0]:
             self._partial = None
 
@@ -553,21 +536,23 @@ class Context(_Closable):
         self._check_saves_state()
         if len(state.tokens) > self.n_ctx:
             raise ContextFull(f"the state holds {len(state.tokens)} tokens and the context has room for {self.n_ctx}")
+        if self.cells is not None:
+            self.cells.check(len(state.tokens), self.cells.n_own(self.number))
         try:
             if state.tokens:
                 self._import(state)
             else:  # engines abort the whole process on the state of an empty memory
                 self.truncate(0)
         except BaseException:
-            self.tokens, self._partial = [], None
+            self._forget()
             self._truncate(0)
             raise
-        self.tokens, self._partial = list(state.tokens), None
+        self._forget()
+        self._add(state.tokens)
 
     def close(self) -> None:
-        if not self._closed:
-            self.tokens = []
         super().close()
+        self._forget()
 
     def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
         self._drop_tree()
@@ -578,15 +563,36 @@ class Context(_Closable):
             forward = compute()
         except BaseException:
             # A pass that broke off (Ctrl-C lands between chunks) must not leave rows that `tokens` does not name.
-            self._truncate(n_before)
+            self._cut(n_before)
             raise
-        self.tokens.extend(tokens)
+        self._add(tokens)
         return forward
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        """Name what was put into the memory."""
+        self.tokens.extend(tokens)
+        if self.cells is not None:
+            self.cells.take(self.number, len(tokens))
+
+    def _cut(self, n: int) -> None:
+        """Drop all rows from position n on, also those that ``tokens`` does not name."""
+        try:
+            self._truncate(n)
+            del self.tokens[n:]
+        finally:
+            if self.cells is not None:
+                self.cells.cut(self.number, self.n_past)
+
+    def _forget(self) -> None:
+        """Name nothing: the memory is empty, or holds what is not known."""
+        self.tokens, self._partial, self._tree = [], None, None
+        if self.cells is not None:
+            self.cells.cut(self.number, 0)
 
     def _drop_tree(self) -> None:
         if self._tree is not None:
             self._tree = None
-            self._truncate(self.n_past)
+            self._cut(self.n_past)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         self._check_room(len(tokens))
@@ -599,6 +605,8 @@ class Context(_Closable):
             raise UsageError("decode needs at least one token")
         if self.n_past + n > self.n_ctx:
             raise ContextFull(f"the context holds {self.n_ctx} tokens; {self.n_past} are used and {n} more do not fit")
+        if self.cells is not None:
+            self.cells.check(n)
 
     def _check_whole(self) -> None:
         if self._partial is not None:
@@ -661,24 +669,26 @@ class Piece(NamedTuple):
 
 
 class SequenceBatch(_Closable):
-    """The memories of several sequences, numbered from 0, in one room, fed in one pass.
+    """The memories of several sequences, numbered from 0, in one room of ``n_cells`` tokens, fed in one pass.
 
-    Each sequence is a ``Context`` too (``batch[i]``), with rollback, states and everything else.
+    Each sequence is a ``Context`` too (``batch[i]``), with rollback, states and everything else but branches.
     """
 
     shares_prefix = False  # whether tokens that ``copy_prefix`` gives to a second sequence take no more room
     _closed_error = "this batch of sequences was closed"
 
-    def __init__(self, model: Model, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> None:
-        self.model = model
-        self.n_sequences = n_sequences
+    def __init__(self, sequences: Sequence[Context], n_cells: int) -> None:
+        first = sequences[0]
+        self.model = first.model
+        self.n_sequences = len(sequences)
         self.n_cells = n_cells  # room of all together [tokens]
-        self.n_ctx = n_ctx  # most tokens of one
-        self.hidden = hidden
-        # Asked between the parts of a long pass; each sequence has its own too, for when it is fed alone.
-        self.interrupted: Callable[[], bool] | None = None
-        self.cells = Cells(n_cells, n_sequences)
-        self._sequences = [_Sequence(self, i) for i in range(n_sequences)]
+        self.n_ctx = first.n_ctx  # most tokens of one
+        self.hidden = first.hidden
+        self.cells = Cells(n_cells, len(sequences))
+        self._sequences = sequences
+        for i, sequence in enumerate(sequences):
+            sequence.cells, sequence.number = self.cells, i
+            sequence.can_branch = sequence.finds_best = sequence.overlaps = False
 
     def __getitem__(self, sequence: int) -> Context:
         """One of the sequences: the same object each time. Closing it empties it for good."""
@@ -700,7 +710,7 @@ class SequenceBatch(_Closable):
 
         Raises:
             UsageError: a sequence that does not exist or occurs twice, or as for a context.
-            ContextFull, EngineError, Cancelled: as for a context; all memories are as before.
+            ContextFull, EngineError: as for a context; all memories are as before.
         """
         self._check_open()
         contexts = [self[piece.sequence] for piece in pieces]
@@ -709,22 +719,19 @@ class SequenceBatch(_Closable):
         for context, piece in zip(contexts, pieces, strict=True):
             context._check_ids(piece.tokens)
             context._check_whole()
-        self.check_cells(sum(len(piece.tokens) for piece in pieces))
+        self.cells.check(sum(len(piece.tokens) for piece in pieces))
+        before = [context.n_past for context in contexts]
         try:
-            forwards = self._decode(pieces)
+            return self._decode(pieces)
         except BaseException:
-            for context in contexts:
-                context._truncate(context.n_past)
+            for context, n in zip(contexts, before, strict=True):
+                context._cut(n)
             raise
-        for context, piece in zip(contexts, pieces, strict=True):
-            context.tokens.extend(piece.tokens)
-            self.cells.take(piece.sequence, len(piece.tokens))
-        return forwards
 
     def copy_prefix(self, source: int, target: int, n: int) -> None:
         """Let a sequence hold the first n tokens of another, and nothing else; they go on independently.
 
-        A memory that neither shares rows nor can be cut (recurrent, or a window that moved on) reads the tokens again.
+        Where sequences do not share rows (``shares_prefix``, or a window that moved on), the tokens are read again.
 
         Raises:
             UsageError: no such sequence, the two are one, or the source does not hold as many (``n_whole``).
@@ -738,68 +745,31 @@ class SequenceBatch(_Closable):
         second.truncate(0)
         if not n:
             return
-        if self.shares_prefix:
-            self.cells.share(source, target, n)
-        else:
-            self.check_cells(n)
-            self.cells.take(target, n)
-        second.tokens = first.tokens[:n]
+        if not self.shares_prefix:
+            self.cells.check(n)
         try:
             self._copy_prefix(source, target, n)
         except BaseException:
-            second.truncate(0)
+            second._cut(0)
             raise
 
     def truncate(self, sequence: int, n: int) -> None:
         """Forget all but the first n tokens of a sequence; see ``Context.truncate``."""
         self[sequence].truncate(n)
 
-    def check_cells(self, n: int, n_given_back: int = 0) -> None:
-        """Raise ContextFull for n tokens that do not fit, once ``n_given_back`` are free that are not now."""
-        if n > self.free_cells + n_given_back:
-            raise ContextFull(
-                f"the memory of {self.n_sequences} sequences holds {self.n_cells} tokens; {self.free_cells} are free "
-                f"and {n} more do not fit"
-            )
-
     def close(self) -> None:
         if not self._closed:
-            self._closed = True
             for context in self._sequences:
                 context.close()
-            self._close()
-
-    # What an engine implements; from ``_truncate`` on for one sequence, as ``Context``'s, where none is apart.
+        super().close()
 
     @abstractmethod
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
-        """Feed pieces that were checked, and ask ``interrupted`` between parts."""
+        """Feed pieces that were checked, and name them in their contexts."""
 
     @abstractmethod
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
-        """Give the rows of the first n tokens to an empty sequence, whose ``tokens`` name them already."""
-
-    def _apart(self, sequence: int, *, fed_alone: bool = False) -> Context | None:
-        """The context that a sequence has to itself; if it is fed alone now, perhaps from here on."""
-        return None
-
-    def _truncate(self, sequence: int, n: int) -> None:
-        raise NotImplementedError
-
-    def _decode_floats(self, sequence: int, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        raise NotImplementedError
-
-    def _decode_first_layers(self, sequence: int, tokens: Sequence[int], n_layers: int) -> Forward:
-        raise NotImplementedError
-
-    def _export(self, sequence: int) -> Mapping[str, npt.NDArray[Any]]:
-        raise NotImplementedError
-
-    def _state_bytes(self, sequence: int) -> int:
-        raise NotImplementedError
-
-    def _import(self, sequence: int, state: ContextState) -> None:
-        raise NotImplementedError
+        """Give the first n tokens to an empty sequence, and name them there."""
 
 
 class Cells:
@@ -817,6 +787,14 @@ class Cells:
     @property
     def n_free(self) -> int:
         return self.n_cells - len(self._holders)
+
+    def check(self, n: int, n_given_back: int = 0) -> None:
+        """Raise ContextFull for n tokens that do not fit, once ``n_given_back`` are free that are not now."""
+        if n > self.n_free + n_given_back:
+            raise ContextFull(
+                f"the memory of {len(self._held)} sequences holds {self.n_cells} tokens; {self.n_free} are free and "
+                f"{n} more do not fit"
+            )
 
     def n_own(self, sequence: int) -> int:
         """Tokens that would become free if a sequence were emptied."""
@@ -849,127 +827,25 @@ class Cells:
         self._holders.update(cells)
 
 
-class _Sequence(Context):
-    """One sequence of a batch: what a context does alone, done by the batch, with an account of its cells."""
-
-    def __init__(self, batch: SequenceBatch, number: int) -> None:
-        super().__init__(batch.model, batch.n_ctx, batch.hidden)
-        self._batch, self._number = batch, number
-
-    @property
-    def place(self) -> tuple[Context | SequenceBatch, int]:
-        own = self._batch._apart(self._number)
-        return (self._batch, self._number) if own is None else own.place
-
-    @property
-    def n_free(self) -> int:
-        return min(super().n_free, self._batch.free_cells)
-
-    def _check_room(self, n: int) -> None:
-        super()._check_room(n)
-        self._batch.check_cells(n)
-
-    def import_state(self, state: ContextState) -> None:
-        self._check_open()
-        if len(state.tokens) <= self.n_ctx:
-            self._batch.check_cells(len(state.tokens), self._batch.cells.n_own(self._number))
-        super().import_state(state)
-
-    def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        (forward,) = self._batch._decode([Piece(self._number, tokens, logits)])
-        self._batch.cells.take(self._number, len(tokens))
-        return forward
-
-    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        if (own := self._batch._apart(self._number, fed_alone=True)) is not None:
-            forward = own.decode_floats(rows, tokens, logits)
-        else:
-            forward = self._batch._decode_floats(self._number, rows, tokens, logits)
-        self._batch.cells.take(self._number, len(tokens))
-        return forward
-
-    def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
-        if (own := self._batch._apart(self._number, fed_alone=True)) is not None:
-            forward = own.decode_first_layers(tokens, n_layers)
-        else:
-            forward = self._batch._decode_first_layers(self._number, tokens, n_layers)
-        self._batch.cells.take(self._number, len(tokens))
-        return forward
-
-    def _truncate(self, n: int) -> None:
-        own = self._batch._apart(self._number)
-        try:
-            if own is None:
-                self._batch._truncate(self._number, n)
-            else:
-                own.truncate(min(n, own.n_past))
-        finally:
-            if own is not None:  # of what its context lost, nothing may be named
-                del self.tokens[own.n_past :]
-            self._batch.cells.cut(self._number, min(n, self.n_past))
-
-    def _export(self) -> Mapping[str, npt.NDArray[Any]]:
-        own = self._batch._apart(self._number)
-        return self._batch._export(self._number) if own is None else own.export_state().arrays
-
-    def _state_bytes(self) -> int:
-        own = self._batch._apart(self._number)
-        return self._batch._state_bytes(self._number) if own is None else own.state_bytes
-
-    def _import(self, state: ContextState) -> None:
-        own = self._batch._apart(self._number)
-        self._batch.cells.cut(self._number, 0)
-        if own is None:
-            self._batch._import(self._number, state)
-        else:
-            own.import_state(state)
-        self._batch.cells.take(self._number, len(state.tokens))
-
-    def _close(self) -> None:
-        if not self._batch.closed:
-            self._truncate(0)
-
-
 class SequencesInTurn(SequenceBatch):
-    """A context for each sequence, one pass after another: for engines that compute one sequence at a time.
+    """Contexts of one model, fed one after another: for engines that compute one sequence at a time.
 
-    A prefix is copied, and each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to nevertheless.
+    Each context has room for ``n_ctx`` tokens; ``n_cells`` is kept to nevertheless.
     """
-
-    def __init__(self, contexts: Sequence[Context], n_cells: int) -> None:
-        first = contexts[0]
-        super().__init__(first.model, len(contexts), n_cells, first.n_ctx, first.hidden)
-        self._contexts = contexts
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         forwards: list[Forward] = []
         for sequence, tokens, logits in pieces:
-            self._check_held(sequence)
-            context = self._contexts[sequence]
-            context.interrupted = self.interrupted
-            if forwards and self.interrupted is not None and self.interrupted():
-                raise Cancelled("decoding was stopped")
-            forwards.append(context.decode(tokens, logits))
+            context = self._sequences[sequence]
+            stop, context.interrupted = context.interrupted, None  # the end of one answer is not that of all
+            try:
+                forwards.append(context.decode(tokens, logits))
+            finally:
+                context.interrupted = stop
         return forwards
 
-    def _check_held(self, sequence: int) -> None:
-        if self._contexts[sequence].n_past != self._sequences[sequence].n_past:
-            raise EngineError(f"the memory of sequence {sequence} was lost with a device; read its text again")
-
-    def _apart(self, sequence: int, *, fed_alone: bool = False) -> Context:
-        return self._contexts[sequence]
-
     def _copy_prefix(self, source: int, target: int, n: int) -> None:
-        tokens, context, held = self._sequences[target].tokens, self._contexts[target], self._contexts[source]
-        is_whole = held.n_whole == held.n_past  # else it has no state to give
-        if self.model.capabilities.saves_state and (
-            n == held.n_past or (is_whole and self.model.capabilities.rollback == "exact")
-        ):
-            context.import_state(held.export_state())
-            context.truncate(n)
-        else:
-            context.decode(tokens, "none")
+        self._sequences[target].decode(self._sequences[source].tokens[:n], "none")
 
     def _close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        pass

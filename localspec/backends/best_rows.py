@@ -49,11 +49,6 @@ def by_token(found: FloatArray, ids: npt.NDArray[Any], n_best: int) -> tuple[Flo
     return logits, ids.take(at).astype(np.int64)
 
 
-def five_tokens(context: Context, n_best: int) -> Forward:
-    """A pass of five rows, as a short draft has verified."""
-    return context.decode([0] * 5, n_best=n_best)
-
-
 def head_pass(context: Any, n_best: int) -> Forward:
     """A pass of a published head, as it drafts a token, or with a block two."""
     head = context.model.head
@@ -65,10 +60,11 @@ def head_pass(context: Any, n_best: int) -> Forward:
     return forward
 
 
-def best_pays(model: Model, run: Callable[[Context, int], Forward] = five_tokens) -> bool:
+def best_pays(model: Model, run: Callable[[Context, int], Forward] | None = None) -> bool:
     """Whether a pass and a look at its rows take less time so, by a few passes of each kind.
 
-    ``run`` is a pass in an empty context, of whose rows so many of the largest logits are enough; 0 is whole rows.
+    ``run`` is a pass in an empty context, of whose rows so many of the largest logits are enough; 0 is whole rows. None
+    is one of five rows, as a short draft has verified.
     """
     times: dict[int, list[float]] = {0: [], LEAST // 2: []}
     model.__dict__["finds_best"] = True  # of this context, while it is tried
@@ -77,7 +73,7 @@ def best_pays(model: Model, run: Callable[[Context, int], Forward] = five_tokens
             for n_best in times:
                 for nth in range(_N_TRIED + 2):
                     started = time.perf_counter()
-                    forward = run(context, n_best)
+                    forward = run(context, n_best) if run else context.decode([0] * 5, n_best=n_best)
                     forward.best()
                     if nth > 1:  # the first pass makes the graph
                         times[n_best].append(time.perf_counter() - started)

@@ -8,24 +8,27 @@ them with the wheel's on models of this disk. Their record, without which no eng
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import IO, Self, cast
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -121,7 +124,17 @@ def build(
                 contradicted.append(error)
         if contradicted and not found:
             raise contradicted[0]
-        _put_in_place(lib, folder / "lib", found)
+        place = folder / "lib"
+        shutil.rmtree(place, ignore_errors=True)
+        lib.replace(place)
+        record = {
+            "digest": digest(place),
+            "flags": sorted(cpu_flags()),
+            "day": time.strftime("%Y-%m-%d"),
+            "comparisons": [asdict(each) for each in found],
+        }
+        with write_atomically(place / ik_llama.RECORD) as file:
+            file.write(json.dumps(record, indent=1).encode())
         for name in ("source", "out"):
             shutil.rmtree(folder / name, ignore_errors=True)
     return found, [str(error) for error in contradicted]
@@ -134,15 +147,12 @@ def _alone() -> Iterator[None]:
 
     folder = ik_llama.compiled_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(folder.name + ".lock"))
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(folder.with_name(folder.name + ".lock")).acquire(timeout=0)
     except Timeout:
         raise EngineError("another process is compiling ik-llama at this moment") from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def unfinished() -> bool:
@@ -169,16 +179,14 @@ def _compiled(folder: Path, report: Report, jobs: int, idle: bool) -> Path:
     if not source.is_dir():
         check_space(folder, _ROOM, "compiling ik-llama")
         _fetch(source, log, report)
-    began_before = (out / "CMakeCache.txt").is_file()
-    if not began_before:
-        _configure(source, out, log)
-    status = _make(out, log, report, jobs, idle)
-    if status and began_before:
-        # A compiler that was killed may have left half a file, which counts as done.
-        shutil.rmtree(out)
-        _configure(source, out, log)
-        status = _make(out, log, report, jobs, idle)
-    if status:
+    # A compiler that was killed may have left half a file, which counts as done: what went on and failed begins anew.
+    for begins in (False, True) if (out / "CMakeCache.txt").is_file() else (True,):
+        if begins:
+            shutil.rmtree(out, ignore_errors=True)
+            _configure(source, out, log)
+        if not _make(out, log, report, jobs, idle):
+            break
+    else:
         raise _failure("compiling ik-llama failed", log)
     lib = out / "lib"
     lib.mkdir(exist_ok=True)
@@ -196,21 +204,22 @@ def _fetch(source: Path, log: Path, report: Report) -> None:
         raise EngineUnavailable("LOCALSPEC_OFFLINE is set, so the source of ik-llama is not fetched")
     report(f"fetching the source of {PACKAGE}, 42 MB", None)
     with tempfile.TemporaryDirectory(prefix="incoming-", dir=source.parent) as name:
-        command = [
-            *pip_command(),
-            "download",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--no-input",
-            "--no-cache-dir",
-        ]
-        command += ["--no-binary", "ik-llama-cpp-python", "-d", name, PACKAGE]
-        if _run(command, log, environment={"TMPDIR": name, "TEMP": name, "TMP": name}):
+        environment = {"TMPDIR": name, "TEMP": name, "TMP": name}
+        found = fetched(PACKAGE, "vendor/ik_llama.cpp", Path(name), partial(_run, log=log, environment=environment))
+        if found is None:
             raise _failure(f"pip could not fetch the source of {PACKAGE}", log)
-        with tarfile.open(next(Path(name).glob("*.tar.gz"))) as packed:
-            wanted = [each for each in packed.getmembers() if "/vendor/ik_llama.cpp/" in each.name]
-            packed.extractall(name, wanted, filter="data")
-        next(Path(name).glob("*/vendor/ik_llama.cpp")).replace(source)
+        found.replace(source)
+
+
+def fetched(package: str, part: str, folder: Path, run: Callable[[list[str]], int]) -> Path | None:
+    """A folder of a package's source distribution, fetched to ``folder`` by pip, which ``run`` runs; None where pip has
+    none."""
+    command = [*pip_command(), "download", "--disable-pip-version-check", "--no-deps", "--no-input", "--no-cache-dir"]
+    if run([*command, "--no-binary", package.partition("==")[0], "-d", str(folder), package]):
+        return None
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as packed:
+        packed.extractall(folder, [each for each in packed if f"/{part}/" in each.name], filter="data")
+    return next(folder.glob(f"*/{part}"))
 
 
 def _configure(source: Path, out: Path, log: Path) -> None:
@@ -255,7 +264,7 @@ def _run(
     """Run a program to its end, its output to the log; the exit status. Stopped, it stops the program, and raises."""
     stopped: list[bool] = []
     with log.open("ab") as file, on_interrupt(lambda: stopped.append(True), ended_too=True):
-        program = subprocess.Popen(
+        program = psutil.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -281,18 +290,16 @@ def _run(
             program.wait()
     if stopped:
         raise KeyboardInterrupt
-    return program.returncode
+    return int(program.returncode)
 
 
-def _tree(program: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(program.pid)
-        return [parent, *parent.children(recursive=True)] if program.poll() is None else []
-    except psutil.Error:
-        return []
+def _tree(program: psutil.Popen) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return [program, *program.children(recursive=True)] if program.poll() is None else []
+    return []
 
 
-def _wait_for_idle_time(program: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> None:
+def _wait_for_idle_time(program: psutil.Popen, stopped: Callable[[], bool]) -> None:
     """Pause a program until other programs leave the CPUs alone."""
     paused = _tree(program)
     for process in paused:
@@ -337,7 +344,7 @@ class BuildComparison:
 
 
 TIMED = {1: 8, 2: 8, 4: 6, 8: 6, 256: 2}
-"""Tokens in a pass -> turns in which both engines are timed."""
+"""Tokens in a pass -> passes of an engine that are timed, twice."""
 
 _FILL = 64
 
@@ -372,122 +379,62 @@ def compare(library: Path, model: Path, report: Report) -> BuildComparison:
     if wheel is None:
         raise EngineUnavailable("the wheel of ik-llama is not here, which a compiled one is compared with")
     report(f"comparing it with the wheel on {model.name}", None)
-    with ExitStack() as stack:
-        both = [stack.enter_context(BuildProcess(each, model)) for each in (wheel, library)]
-        logits = [each.logits() for each in both]
-        found = agreement(*logits)
-        wrong = f"what was compiled computes {model.name} wrongly"
-        if not both[1].own_kl <= MAX_MEAN_KL:
-            raise SelfContradiction(f"{wrong} (batches differ from single tokens, KL {both[1].own_kl:.2g} nats)")
-        if not found.holds:
-            raise EngineMismatch(
-                f"{wrong} (KL {found.mean_kl:.2g} nats from the wheel), so it is not used; localspec engine remove "
-                "deletes it"
-            )
-        times: list[dict[int, list[float]]] = [{width: [] for width in TIMED} for _ in both]
-        for width, turns in TIMED.items():
-            for turn in range(turns + 1):
-                for i in (0, 1) if turn % 2 else (1, 0):
-                    ms = both[i].ms(width)
-                    if turn:  # the first pass of a kind allocates
-                        times[i][width].append(ms)
-        wheels, compiled = ({w: round(median(ms), 3) for w, ms in each.items()} for each in times)
-        return BuildComparison(
-            model.name, (both[0].features, both[1].features), found.mean_kl, found.top1, (wheels, compiled)
+    runs = [_examined(each, model) for each in (wheel, library, library, wheel)]  # in turns: other programs run too
+    both, again = runs[:2], runs[:1:-1]
+    found = agreement(*(each.logits for each in both))
+    wrong = f"what was compiled computes {model.name} wrongly"
+    if not both[1].own_kl <= MAX_MEAN_KL:
+        raise SelfContradiction(f"{wrong} (batches differ from single tokens, KL {both[1].own_kl:.2g} nats)")
+    if not found.holds:
+        raise EngineMismatch(
+            f"{wrong} (KL {found.mean_kl:.2g} nats from the wheel), so it is not used; localspec engine remove deletes "
+            "it"
         )
+    wheels, compiled = (
+        {width: round(min(one.ms[width], two.ms[width]), 3) for width in TIMED}
+        for one, two in zip(both, again, strict=True)
+    )
+    features = both[0].features, both[1].features
+    return BuildComparison(model.name, features, found.mean_kl, found.top1, (wheels, compiled))
 
 
-class BuildProcess:
-    """A process that runs a file in one build of ik-llama; EngineUnavailable where that does not load."""
+class _Examined(NamedTuple):
+    """What a process that runs a file in one build of ik-llama found."""
 
-    def __init__(self, library: Path, model: Path, n_threads: int | None = None) -> None:
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            ik_llama.LIBRARY: str(library),
-        }
-        command = [sys.executable, "-m", "localspec.backends.native_build", str(model), str(n_threads or 0)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
-        )
-        self._in, self._out = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+    features: list[str]
+    own_kl: float  # of its passes over several tokens from those over one [nats]
+    logits: FloatArray  # of ``_FILL`` tokens, in passes of 16 [_FILL, n_vocab]
+    ms: dict[int, float]  # median time of passes behind them
+
+
+def _examined(library: Path, model: Path) -> _Examined:
+    """Raises EngineUnavailable where the library does not load, or ends the process."""
+    spawning, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    with ProcessPoolExecutor(1, spawning, signal.signal, ignored) as pool:
         try:
-            self.engine: str
-            self.engine, self.features, self.own_kl = json.loads(self._out.readline())
-        except ValueError:
-            said = self._process.communicate()[1].strip().splitlines()
-            raise EngineUnavailable(
-                f"{library} does not run {model.name} here: {said[-1] if said else self._process.returncode}"
-            ) from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._process.kill()
-        self._process.communicate()
-
-    def _ask(self, line: str) -> str:
-        self._in.write(line + "\n")
-        self._in.flush()
-        answer = self._out.readline()
-        if not answer:
-            raise EngineUnavailable(f"{self.engine} came to an end: {self._process.wait()}")
-        return answer
-
-    def ms(self, width: int, passes: int = 1) -> float:
-        """The shortest of some passes over so many tokens, with 64 in the memory [ms]."""
-        return float(self._ask(f"{width} {passes}"))
-
-    def logits(self) -> FloatArray:
-        """Of 64 tokens, in passes of 16 [64, n_vocab]."""
-        n_vocab, data = json.loads(self._ask("logits"))
-        return np.frombuffer(b64decode(data), dtype="<f4").reshape(-1, n_vocab)
+            return pool.submit(_examine, library, model).result()
+        except (LocalspecError, OSError, BrokenProcessPool) as error:
+            raise EngineUnavailable(f"{library} does not run {model.name} here: {error}") from None
 
 
-def main() -> None:
-    """The process of a ``BuildProcess``."""
-    path, n_threads = Path(sys.argv[1]), int(sys.argv[2]) or None
-    with ik_llama.load(path, n_threads=n_threads) as model:
-        features = built_for(system_info(ik_llama.binding().lib))
-        print(json.dumps([model.engine, features, check_model(model).mean_kl]), flush=True)
+def _examine(library: Path, path: Path) -> _Examined:
+    os.environ[ik_llama.LIBRARY] = str(library)
+    with ik_llama.load(path) as model:
+        own_kl = check_model(model).mean_kl
         tokens = check_tokens(model, _FILL)
         tokens = (tokens * (2 + max(TIMED) // len(tokens) + _FILL // len(tokens)))[: _FILL + max(TIMED)]
         with model.new_context(len(tokens) + 8) as context:
-            context.decode(tokens[:_FILL], "none")
-            for line in sys.stdin:
-                if line.strip() == "logits":
-                    context.truncate(0)
-                    rows = [context.decode(tokens[i : i + 16]).logits.copy() for i in range(0, _FILL, 16)]
-                    logits = np.ascontiguousarray(np.concatenate(rows), dtype="<f4")
-                    print(json.dumps([logits.shape[1], b64encode(logits.tobytes()).decode()]), flush=True)
-                    continue
-                width, passes = map(int, line.split())
-                best = float("inf")
-                for _ in range(passes):
+            rows = [context.decode(tokens[i : i + 16]).logits.copy() for i in range(0, _FILL, 16)]
+            ms: dict[int, list[float]] = {width: [] for width in TIMED}
+            for width, turns in TIMED.items():
+                for _ in range(turns + 1):
                     started = time.perf_counter()
                     context.decode(tokens[_FILL : _FILL + width], "last" if width > 16 else "all")
-                    best = min(best, (time.perf_counter() - started) * 1e3)
+                    ms[width].append((time.perf_counter() - started) * 1e3)
                     context.truncate(_FILL)
-                print(best, flush=True)
-
-
-# -- what is kept ------------------------------------------------------------------------------------------------------
-
-
-def _put_in_place(lib: Path, place: Path, found: Sequence[BuildComparison]) -> None:
-    shutil.rmtree(place, ignore_errors=True)
-    lib.replace(place)
-    record = {
-        "digest": digest(place),
-        "flags": sorted(cpu_flags()),
-        "day": time.strftime("%Y-%m-%d"),
-        "comparisons": [asdict(each) for each in found],
-    }
-    with write_atomically(place / ik_llama.RECORD) as file:
-        file.write(json.dumps(record, indent=1).encode())
+        features = built_for(system_info(ik_llama.binding().lib))
+        times = {width: median(found[1:]) for width, found in ms.items()}  # the first pass of a kind allocates
+        return _Examined(features, own_kl, np.concatenate(rows), times)
 
 
 def comparisons() -> list[BuildComparison]:
@@ -498,7 +445,3 @@ def comparisons() -> list[BuildComparison]:
             wheel, compiled = ({int(w): float(ms) for w, ms in times.items()} for times in each["ms"])
             found.append(BuildComparison(**{**each, "ms": (wheel, compiled)}))
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -37,9 +37,7 @@ class Placement:
         UsageError: a value makes no sense.
     """
 
-    split_mode: str | None = (
-        None  # whole layers for each device (``layer``), parts of matrices (``row``), or one device
-    )
+    split_mode: str | None = None  # whole layers for each device (``layer``), parts of matrices (``row``), one device
     tensor_split: tuple[float, ...] | None = None  # shares of the devices in their order; None goes by free memory
     main_gpu: int | None = None  # the number of the device that a split mode of ``none`` uses
     # By the names that ``localspec doctor`` shows, in the order to fill them; ``none`` is the CPU, and None all GPUs.
@@ -53,43 +51,40 @@ class Placement:
     allow_insecure_rpc: bool = False  # whether these may be others than loopback
 
     def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
         if self.split_mode is not None and self.split_mode not in SPLIT_MODES:
             raise UsageError(f"--split-mode must be {', '.join(SPLIT_MODES)}, not {shown(self.split_mode)}")
-        object.__setattr__(self, "tensor_split", _shares(self.tensor_split))
-        if self.main_gpu is not None:
-            object.__setattr__(self, "main_gpu", checked_whole("--main-gpu", self.main_gpu, 0, MAX_COUNT))
-            if self.split_mode != "none":
-                raise UsageError("--main-gpu needs --split-mode none; use --device to choose several GPUs")
-        if self.n_cpu_moe is not None:
-            object.__setattr__(self, "n_cpu_moe", checked_whole("--n-cpu-moe", self.n_cpu_moe, 0, MAX_COUNT))
-            if self.cpu_moe:
-                raise UsageError("use either --cpu-moe (all layers) or --n-cpu-moe (some layers)")
+        put("tensor_split", _shares(self.tensor_split))
+        for name in ("main_gpu", "n_cpu_moe"):
+            if (value := getattr(self, name)) is not None:
+                put(name, checked_whole("--" + name.replace("_", "-"), value, 0, MAX_COUNT))
+        if self.main_gpu is not None and self.split_mode != "none":
+            raise UsageError("--main-gpu needs --split-mode none; use --device to choose several GPUs")
         if not isinstance(self.cpu_moe, bool):
             raise UsageError(f"--cpu-moe is on or off, not {shown(self.cpu_moe)}")
+        if self.cpu_moe and self.n_cpu_moe is not None:
+            raise UsageError("use either --cpu-moe (all layers) or --n-cpu-moe (some layers)")
         if self.device is not None:
-            object.__setattr__(self, "device", _names(self.device))
+            put("device", _names(self.device))
         # As in llama.cpp a comma stands between several: one that follows the name of a buffer.
         given = _texts("--override-tensor", self.override_tensor)
-        overrides = tuple(part.removeprefix(",") for each in given for part in _OVERRIDE.findall(each))
-        object.__setattr__(self, "override_tensor", overrides)
-        for each in overrides:
+        put("override_tensor", tuple(part.removeprefix(",") for each in given for part in _OVERRIDE.findall(each)))
+        for each in self.override_tensor:
             _checked_override(each)
-        self._check_rpc()
-        if self.device == ("none",) and (self.tensor_split or self.split_mode or self.main_gpu is not None):
+        servers = _parts("--rpc", self.rpc)
+        put("rpc", tuple(checked_address(each, self.allow_insecure_rpc is True) for each in servers))
+        if len(set(self.rpc)) < len(self.rpc) or len(self.rpc) > MAX_SERVERS:
+            raise UsageError(f"--rpc takes up to {MAX_SERVERS} servers, each once")
+        if self.allow_insecure_rpc and not self.rpc:
+            raise UsageError("--allow-insecure-rpc needs --rpc")
+        if self.device == ("none",) and self.rpc:
+            raise UsageError("--device none cannot be combined with --rpc")
+        if self.device == ("none",) and self.divides:
             raise UsageError("--device none leaves nothing to split")
         if self.split_mode == "none" and self.tensor_split:
             raise UsageError("--tensor-split cannot be combined with --split-mode none")
-
-    def _check_rpc(self) -> None:
-        texts = [part.strip() for each in _texts("--rpc", self.rpc) for part in each.split(",")]
-        addresses = tuple(checked_address(each, self.allow_insecure_rpc is True) for each in texts)
-        if len(set(addresses)) < len(addresses) or len(addresses) > MAX_SERVERS:
-            raise UsageError(f"--rpc takes up to {MAX_SERVERS} servers, each once")
-        if self.allow_insecure_rpc and not addresses:
-            raise UsageError("--allow-insecure-rpc needs --rpc")
-        if addresses and self.device == ("none",):
-            raise UsageError("--device none cannot be combined with --rpc")
-        object.__setattr__(self, "rpc", addresses)
 
     def __bool__(self) -> bool:
         return bool(self.given())
@@ -154,8 +149,8 @@ class Placement:
 def _shares(value: Any) -> tuple[float, ...] | None:
     if value is None:
         return None
-    several = listed(value) if not is_number(value) else [value]
-    if several is None or not several or not all(is_number(each) for each in several):
+    several = [value] if is_number(value) else listed(value)
+    if not several or not all(map(is_number, several)):
         raise UsageError(f"--tensor-split takes shares such as 3,1, not {shown(value)}")
     shares = tuple(as_float(each) for each in several)
     if any(not math.isfinite(each) or each < 0 for each in shares) or not 0 < sum(shares) < 3e38:
@@ -178,8 +173,12 @@ def _texts(option: str, value: Any) -> tuple[str, ...]:
     return tuple(several)
 
 
+def _parts(option: str, value: Any) -> list[str]:
+    return [part.strip() for each in _texts(option, value) for part in each.split(",")]
+
+
 def _names(value: Any) -> tuple[str, ...]:
-    texts = [part.strip() for each in _texts("--device", value) for part in each.split(",")]
+    texts = _parts("--device", value)
     if not texts or not all(texts):
         raise UsageError(f"--device takes names such as CUDA0,CUDA1, or none, not {shown(value)}")
     if len(set(texts)) < len(texts):

@@ -64,24 +64,21 @@ class Hyperparameters:
         """Read them, where the file says ``architecture``; UnsupportedModel for a variant that is not computed here."""
 
         def get(key: str, default: Any = None) -> Any:
-            value = metadata.get(f"{architecture}.{key}", default)
+            return metadata.get(f"{architecture}.{key}", default)
+
+        def number(key: str, default: float | None = None, least: float = 0.0, whole: bool = False) -> float:
+            value = get(key, default)
             if value is None:
                 raise UnsupportedModel(f"the file does not say {architecture}.{key}")
-            return value
-
-        def number(key: str, default: float | None = None, least: float = 0.0) -> float:
-            value = get(key, default)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+            is_number = isinstance(value, int | float) and math.isfinite(value) and value >= least
+            if not is_number or (whole and value != int(value)):
                 raise UnsupportedModel(
                     f"the file says {architecture}.{key} = {_short(value)}, which is not a valid size"
                 )
-            return value
+            return float(value)
 
         def size(key: str, default: int | None = None) -> int:
-            value = number(key, default)
-            if value != int(value):
-                raise UnsupportedModel(f"the file says {architecture}.{key} = {value}, which is not a valid size")
-            return int(value)
+            return int(number(key, default, whole=True))
 
         scaling = get("rope.scaling.type", "none")
         for what, unsupported in (
@@ -236,7 +233,7 @@ class ReferenceModel(Model):
         rotations: npt.NDArray[np.complex128] = np.exp(1j * np.arange(n_ctx)[:, None] * frequency)
         return rotations
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> ReferenceContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> ReferenceContext:
         return ReferenceContext(self, n_ctx, hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:

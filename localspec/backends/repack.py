@@ -2,8 +2,8 @@
 a draft model lighter.
 
 ik-llama-cpp-python 0.1.5 computes batches over Q4_1 and Q5_1 wrongly when a row is not a whole number of 128-value
-groups (SmolLM2's 576, for one). Q8_0 and F16 of the same rows are right, and near-exact: they move a weight by at most
-1/254 of the largest in its block of 32, and 1/2048 of itself.
+groups (SmolLM2's 576, for one). Q8_0 of the same rows is right, and near-exact: it moves a weight by at most 1/254 of
+the largest in its block of 32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from localspec.system.steps import Steps, exhaust
 Bytes = npt.NDArray[np.uint8]
 
 _SUSPECT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
-_COPIES = {"Q8_0": "an 8-bit", "F16": "a 16-bit"}
 _GROUP = 128
 _DEQUANTISABLE = ("F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
 PIECE = 1 << 20  # values converted at a time: some tens of milliseconds
@@ -33,38 +32,37 @@ PIECE = 1 << 20  # values converted at a time: some tens of milliseconds
 MARK = "localspec.repacked_from"  # metadata key of a copy: the fingerprint of the file it was made from
 
 
-def copies(path: Path, source: str, say: Callable[[str], None]) -> Iterator[Path]:
-    """Repacked copies to try of a file with the fingerprint ``source``, the smallest first; made once and kept.
+def near_exact_copy(path: Path, source: str, say: Callable[[str], None]) -> Path | None:
+    """An 8-bit copy of a file with the fingerprint ``source``, made once and kept; None where none is needed.
 
     Raises:
         EngineError: the copy cannot be written.
     """
-    for type_name in _COPIES:
-        target = home() / "repacked" / f"{path.stem}.{source[:12]}.{type_name.lower()}.gguf"
-        if target.exists():
-            yield target
-            continue
-        with GGUFFile(path) as gguf:
-            affected = {name for name, tensor in gguf.tensors.items() if _is_affected(tensor)}
-            if not affected:
-                return
-            say(f"repacking {len(affected)} tensors of {path.name} to {type_name}, near-exactly (once)")
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                exhaust(writing_copy(gguf, target, dict.fromkeys(affected, type_name), {MARK: source}))
-            except OSError as error:
-                raise EngineError(f"cannot write a repacked copy of {path.name}: {error.strerror or error}") from None
-        yield target
+    target = _place(path, source, "q8_0")
+    if target.exists():
+        return target
+    with GGUFFile(path) as gguf:
+        affected = [name for name, tensor in gguf.tensors.items() if _is_affected(tensor)]
+        if not affected:
+            return None
+        say(f"repacking {len(affected)} tensors of {path.name} to Q8_0, near-exactly (once)")
+        try:
+            exhaust(writing_copy(gguf, target, dict.fromkeys(affected, "Q8_0"), {MARK: source}))
+        except OSError as error:
+            raise EngineError(f"cannot write a repacked copy of {path.name}: {error.strerror or error}") from None
+    return target
 
 
-def why_copied(path: Path, loaded: Path) -> tuple[str, str] | None:
-    """The bits of the copy that is loaded in place of a file, and the types that its engine computes wrongly, if so."""
-    bits = next((bits for name, bits in _COPIES.items() if loaded.name.endswith(f".{name.lower()}.gguf")), None)
-    if bits is None or loaded == path or loaded.parent != home() / "repacked":
+def why_copied(path: Path, loaded: Path) -> str | None:
+    """The types that an engine computes wrongly, if it has loaded a near-exact copy in place of a file."""
+    if loaded == path or loaded.parent != home() / "repacked" or not loaded.name.endswith(".q8_0.gguf"):
         return None
     with GGUFFile(path) as gguf:
-        types = sorted({tensor.type_name for tensor in gguf.tensors.values() if _is_affected(tensor)})
-    return bits, " and ".join(types)
+        return " and ".join(sorted({tensor.type_name for tensor in gguf.tensors.values() if _is_affected(tensor)}))
+
+
+def _place(path: Path, source: str, suffix: str) -> Path:
+    return home() / "repacked" / f"{path.stem}.{source[:12]}.{suffix}.gguf"
 
 
 def lighter_copy(path: Path, source: str, say: Callable[[str], None]) -> Path | None:
@@ -81,7 +79,7 @@ def lightening(path: Path, source: str, say: Callable[[str], None]) -> Steps[Pat
     Returns:
         None where that would save less than a tenth, or the copy cannot be written.
     """
-    target = home() / "repacked" / f"{path.stem}.{source[:12]}.q4_0-draft.gguf"
+    target = _place(path, source, "q4_0-draft")
     if target.exists():
         return target
     with GGUFFile(path) as gguf:
@@ -91,7 +89,6 @@ def lightening(path: Path, source: str, say: Callable[[str], None]) -> Steps[Pat
             return None
         say(f"making a lighter copy of {path.name} to draft with (once)")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
             yield from writing_copy(gguf, target, {tensor.name: "Q4_0" for tensor in heavy}, {MARK: source})
         except OSError:
             return None  # a full disk: the published file drafts as well, only slower
@@ -124,6 +121,7 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
         new_tensor(name, tensor.shape[::-1], types[name]) if name in types else tensor
         for name, tensor in gguf.tensors.items()
     ]
+    target.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(target) as file:
         metadata = [gguf.buffer[start:end] for start, end in kept]
         output = GGUFOutput(file, marks, tensors, encoded=metadata, alignment=gguf.alignment)

@@ -11,12 +11,12 @@ import argparse
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from localspec.backends.llama.rpc import library_path
-from localspec.backends.native_build import compiler
+from localspec.backends.native_build import compiler, fetched
 from localspec.errors import EngineUnavailable
 
 _DEFINES = ("GGML_BACKEND_DL", "GGML_BACKEND_SHARED", "GGML_BACKEND_BUILD", "GGML_SHARED")
@@ -58,14 +58,10 @@ def fetch_source(folder: Path) -> Path:
     import llama_cpp
 
     name = f"llama-cpp-python=={llama_cpp.__version__}"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-    command = [*pip, "--no-binary", "llama-cpp-python", "-d", str(folder), name]
-    if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+    found = fetched(name, "vendor/llama.cpp/ggml", folder, partial(subprocess.call, stdout=sys.stderr))
+    if found is None:
         raise EngineUnavailable(f"pip could not fetch the source of {name}; --source names an unpacked one")
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as packed:
-        wanted = [member for member in packed.getmembers() if "/vendor/llama.cpp/ggml/" in member.name]
-        packed.extractall(folder, wanted, filter="data")
-    return next(folder.glob("*/vendor/llama.cpp"))
+    return found.parent
 
 
 def main() -> int:
@@ -77,10 +73,7 @@ def main() -> int:
         if not path.is_file():
             with tempfile.TemporaryDirectory(prefix="localspec-rpc-") as name:
                 path = build(args.source or fetch_source(Path(name)))
-    except ImportError as error:
-        print(f"llama-cpp-python is not installed: {error}", file=sys.stderr)
-        return 1
-    except EngineUnavailable as error:
+    except (ImportError, EngineUnavailable) as error:
         print(error, file=sys.stderr)
         return 1
     print(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -61,15 +61,7 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
         UnsupportedModel: the engine has no kernels for it.
     """
     name = gguf.path.name
-
-    def damaged(what: str) -> ModelFileError:
-        return ModelFileError(f"{name} is damaged: {what}; fetch it again")
-
-    for key in ("general.file_type", "general.alignment"):
-        if gguf.kinds.get(key, _UINT32) != _UINT32:
-            raise damaged(f"{key} is not a 32-bit number")
-    check_hyperparameters(gguf)
-    _check_experts(gguf, damaged)
+    _refuse(gguf, _damages(gguf, vocab))
     scaling = gguf.field("rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _SCALINGS:
         raise UnsupportedModel(f"{name} has rope scaling of the unknown type {shown(scaling)}")
@@ -86,8 +78,6 @@ def check_sound(gguf: GGUFFile, vocab: Vocab, computes: Callable[[TensorInfo], b
             )
         if tensor.ggml_type in _NO_WEIGHTS and tensor.name.endswith((".weight", ".bias")):
             raise UnsupportedModel(f"{name} has weights of the type {tensor.type_name} ({tensor.name})")
-    if vocab.n_tokens:  # a head has none
-        _check_vocab(gguf, vocab, damaged)
 
 
 def has_usual_sizes(gguf: GGUFFile) -> bool:
@@ -129,30 +119,40 @@ def _numbers(gguf: GGUFFile) -> list[tuple[str, Any]]:
 
 def check_hyperparameters(gguf: GGUFFile) -> None:
     """Raise ModelFileError for NaN and infinity, sizes that are negative or over 31 bits, a norm without epsilon."""
+    _refuse(gguf, _odd_numbers(gguf))
+
+
+def _refuse(gguf: GGUFFile, damages: Iterator[str]) -> None:
+    for what in damages:
+        raise ModelFileError(f"{gguf.path.name} is damaged: {what}; fetch it again")
+
+
+def _odd_numbers(gguf: GGUFFile) -> Iterator[str]:
     for name, value in _numbers(gguf):
         low, high = next(((low, high) for ends, low, high in _RANGES if name.endswith(ends)), (-math.inf, math.inf))
         for each in np.atleast_1d(value).tolist():
             # A list of numbers may say with an infinite one that a layer has no bound.
             if not low <= each <= high or (isinstance(value, float) and math.isinf(value)):
-                what = f"its {gguf.architecture}.{name} is {each:g}"
-                raise ModelFileError(f"{gguf.path.name} is damaged: {what}; fetch it again")
+                yield f"its {gguf.architecture}.{name} is {each:g}"
 
 
-def _check_experts(gguf: GGUFFile, damaged: Callable[[str], ModelFileError]) -> None:
-    counts = [gguf.field(f"expert_{which}", 0) for which in ("count", "used_count")]
-    if all(isinstance(count, int) for count in counts):
-        total, used = counts
-        if total > _MAX_EXPERTS or used > total or (total and not used):
-            raise damaged(f"it says {total} experts of which {used} are used")
-
-
-def _check_vocab(gguf: GGUFFile, vocab: Vocab, damaged: Callable[[str], ModelFileError]) -> None:
+def _damages(gguf: GGUFFile, vocab: Vocab) -> Iterator[str]:
+    for key in ("general.file_type", "general.alignment"):
+        if gguf.kinds.get(key, _UINT32) != _UINT32:
+            yield f"{key} is not a 32-bit number"
+    yield from _odd_numbers(gguf)
+    total, used = (gguf.field(f"expert_{which}", 0) for which in ("count", "used_count"))
+    are_counts = isinstance(total, int) and isinstance(used, int)
+    if are_counts and (total > _MAX_EXPERTS or used > total or (total and not used)):
+        yield f"it says {total} experts of which {used} are used"
+    if not vocab.n_tokens:  # a head
+        return
     tokens = gguf.metadata["tokenizer.ggml.tokens"]
     raw, offsets = bytes(tokens.raw), tokens.offsets.tolist()
-    # They read a token as far as its first zero byte.
+    # Engines read a token as far as its first zero byte.
     texts = [text for start, end in pairwise(offsets) if (text := raw[start + 8 : end].partition(b"\0")[0])]
     if len(set(texts)) < len(texts):
         twice = Counter(texts).most_common(1)[0][0].decode("utf-8", "replace")
-        raise damaged(f"the token {twice[:40]!r} occurs twice in its vocabulary")
+        yield f"the token {twice[:40]!r} occurs twice in its vocabulary"
     if _MOST_SPECIAL.get(vocab.kind, 0) >= vocab.n_tokens:
-        raise damaged(f"it has only {vocab.n_tokens} tokens")
+        yield f"it has only {vocab.n_tokens} tokens"

@@ -26,44 +26,6 @@ _BLANKS = " \t\n\v\f\r"
 _NEVER_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
-class SpecialTokens:
-    """Cuts a text at its special tokens, as llama.cpp does: the longest first, each over the whole text.
-
-    User-defined tokens are always recognised; control tokens such as ``<|im_end|>`` only where asked for. The name in
-    the file's metadata tells whether special tokens swallow the white space behind them (Phi-3).
-    """
-
-    def __init__(self, vocab: Vocab, ids: Mapping[str, int], metadata: Mapping[str, Any]) -> None:
-        special = set(np.flatnonzero(np.isin(vocab.types, (CONTROL, USER_DEFINED, UNKNOWN))).tolist())
-        special |= {ids[text] for text in vocab.special_texts if text in ids}
-        texts = [(text, token) for token in sorted(special) if (text := vocab.token_text(token))]
-        # A special token may be the beginning of another; lengths are counted in bytes there.
-        texts.sort(key=lambda pair: -len(pair[0].encode()))
-        self._all = texts
-        self._always = [(text, token) for text, token in texts if not vocab.is_control(token)]
-        name = str(metadata.get("general.name", "")).lower()
-        self._strips = "phi-3" in name or "phi3" in name
-
-    def cut(self, text: str, parse_special: bool) -> list[str | int]:
-        """The text in order: pieces of text, none of them empty, and the ids of special tokens between them."""
-        pieces: list[str | int] = [text] if text else []
-        for special, token in self._all if parse_special else self._always:
-            if special in text:
-                pieces = [part for piece in pieces for part in self._cut_out(piece, special, token)]
-        return pieces
-
-    def _cut_out(self, piece: str | int, special: str, token: int) -> Iterator[str | int]:
-        if isinstance(piece, int):
-            yield piece
-            return
-        strips = self._strips and special not in _NEVER_STRIPPING
-        for i, between in enumerate(piece.split(special)):
-            if i:
-                yield token
-            if text := between.lstrip(_BLANKS) if i and strips else between:
-                yield text
-
-
 # -- SentencePiece's BPE -----------------------------------------------------------------------------------------------
 
 SPACE = "▁"
@@ -168,7 +130,15 @@ class Tokenizer:
         ids = {text or f"[EMPTY_{i}]": i for i, text in enumerate(get("tokens", ()))}
         self._bos = vocab.bos if vocab.add_bos else None
         self._eos = vocab.eos if get("add_eos_token") else None
-        self._special = SpecialTokens(vocab, ids, file.metadata)
+        special = set(np.flatnonzero(np.isin(vocab.types, (CONTROL, USER_DEFINED, UNKNOWN))).tolist())
+        special |= {ids[text] for text in vocab.special_texts if text in ids}
+        texts = [(text, token) for token in sorted(special) if (text := vocab.token_text(token))]
+        # A special token may be the beginning of another; lengths are counted in bytes there.
+        texts.sort(key=lambda pair: -len(pair[0].encode()))
+        self._special = texts
+        self._always_special = [(text, token) for text, token in texts if not vocab.is_control(token)]
+        name = str(file.metadata.get("general.name", "")).lower()
+        self._strips = "phi-3" in name or "phi3" in name  # whether special tokens swallow the white space behind them
         self._add_space_prefix = vocab.kind == "llama" and bool(get("add_space_prefix", True))
         self._words: Words
         if vocab.kind == "gpt2":
@@ -181,7 +151,7 @@ class Tokenizer:
         """Token ids of a text; see ``backends.base.Model.tokenize``."""
         tokens = [self._bos] if add_special and self._bos is not None else []
         after_special = True
-        for piece in self._special.cut(text, parse_special):
+        for piece in self._cut(text, parse_special):
             if isinstance(piece, int):
                 tokens.append(piece)
                 after_special = True
@@ -192,6 +162,29 @@ class Tokenizer:
         if add_special and self._eos is not None:
             tokens.append(self._eos)
         return tokens
+
+    def _cut(self, text: str, parse_special: bool) -> list[str | int]:
+        """The text in order: pieces of text, none of them empty, and the ids of special tokens between them.
+
+        As llama.cpp does: the longest token first, each over the whole text. User-defined ones are always recognised,
+        control tokens such as ``<|im_end|>`` only where asked for.
+        """
+        pieces: list[str | int] = [text] if text else []
+        for special, token in self._special if parse_special else self._always_special:
+            if special in text:
+                pieces = [part for piece in pieces for part in self._cut_out(piece, special, token)]
+        return pieces
+
+    def _cut_out(self, piece: str | int, special: str, token: int) -> Iterator[str | int]:
+        if isinstance(piece, int):
+            yield piece
+            return
+        strips = self._strips and special not in _NEVER_STRIPPING
+        for i, between in enumerate(piece.split(special)):
+            if i:
+                yield token
+            if text := between.lstrip(_BLANKS) if i and strips else between:
+                yield text
 
 
 # -- byte-level BPE in Python, for the reference backend ---------------------------------------------------------------
@@ -235,14 +228,7 @@ def _words_of(text: str, pre: str) -> list[str]:
     """Cut a text into the words that merges stay within."""
     words = [text]
     for pattern in _patterns(pre):
-        found: list[str] = []
-        for word in words:
-            start = 0
-            for match in pattern.finditer(word):
-                found += word[start : match.start()], match.group()
-                start = match.end()
-            found.append(word[start:])
-        words = [word for word in found if word]
+        words = [part for word in words for part in pattern.split(word) if part]
     return words
 
 
@@ -266,7 +252,7 @@ def _patterns(pre: str) -> list[re.Pattern[str]]:
         raise UnsupportedModel(
             f"the reference backend does not know the word split {pre!r} of this file; use another --backend"
         )
-    return [re.compile(pattern) for pattern in known[pre]]
+    return [re.compile(f"({pattern})") for pattern in known[pre]]
 
 
 @cache

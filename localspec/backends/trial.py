@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from localspec.backends.base import Model, Piece, Progress
+from localspec.backends import trust
+from localspec.backends.base import Progress
 from localspec.backends.registry import engine_module
 from localspec.errors import Cancelled
 from localspec.model_files.gguf import fingerprint
@@ -34,7 +36,7 @@ def survives(
     """Whether a process that loads a file and decodes with it comes to its end; remembered. Cancelled by ``progress``.
 
     Args:
-        engine: name and version of the engine, which has ``open_untried``.
+        engine: name and version of the engine, whose ``load`` takes ``is_trial``.
         several: whether it decodes several sequences in one pass, and tokens that branch.
     """
 
@@ -43,15 +45,12 @@ def survives(
             raise Cancelled(f"loading {path.name} was stopped")
 
     def examine() -> dict[str, bool] | None:
-        name, how_many = engine.partition(" ")[0], "several" if several else "one"
-        arguments = [str(path), name, kv_type, str(n_threads), how_many]
+        arguments = [str(path), engine.partition(" ")[0], kv_type, str(n_threads), key["memory"]]
         status = run_child("from localspec.backends import trial; trial.main()", arguments, tick)
         # An exception (1) is no reason to refuse: the same one will be raised here, in the engine's own words.
         return None if status in KILLED_FROM_OUTSIDE else {"survives": status in (0, 1)}
 
-    key = {"engine": engine, "file": fingerprint(path), "kv": kv_type}
-    if several:
-        key["memory"] = "several, and trees"
+    key = {"engine": engine, "file": fingerprint(path), "kv": kv_type, "memory": "several" if several else "one"}
     found = remembered(JsonStore(home() / "trials", _FORMAT), key, examine)
     return bool(found and found["survives"])
 
@@ -72,49 +71,28 @@ def run_child(code: str, arguments: Sequence[str], tick: Callable[[], None]) -> 
     with subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet) as child:
         try:
             while True:
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     return child.wait(_POLL_S)
-                except subprocess.TimeoutExpired:
-                    tick()
+                tick()
         finally:
             child.kill()
 
 
-# -- what the child does: read, draft, reject, start over --------------------------------------------------------------
+# -- what the child does -----------------------------------------------------------------------------------------------
 
 N_TOKENS = 280  # more than ik-llama computes together, so that windows and masks are met by a second piece
 
 
 def main() -> None:
-    path, backend, kv_type, n_threads, how_many = sys.argv[1:]
-    with engine_module(backend).open_untried(Path(path), n_threads=int(n_threads), kv_type=kv_type) as model:
+    path, backend, kv_type, n_threads, memory = sys.argv[1:]
+    options = {"n_threads": int(n_threads), "n_gpu_layers": 0, "kv_type": kv_type}
+    with engine_module(backend).load(path, **options, is_trial=True) as model:
+        if memory == "several":
+            trust.check_batch(model)
+            trust.check_branches(model)
+            return
         tokens = [i % model.n_vocab for i in range(1, N_TOKENS + 1)]
-        (_feed_several if how_many == "several" else _feed_one)(model, tokens)
-
-
-def _feed_one(model: Model, tokens: list[int]) -> None:
-    with model.new_context(N_TOKENS + 8) as context:
-        context.decode(tokens, "last")
-        context.decode(tokens[:5])
-        context.truncate(N_TOKENS + 2)
-        context.decode(tokens[:1])
-        context.truncate(0)
-        context.decode(tokens[:3])
-
-
-def _feed_several(model: Model, tokens: list[int]) -> None:
-    with model.new_batch(2, 2 * N_TOKENS) as batch:
-        batch.decode([Piece(0, tokens[:-8], "last"), Piece(1, tokens[:20])])
-        batch.decode([Piece(0, tokens[:5]), Piece(1, tokens[:3])])
-        batch.truncate(0, 40)
-        batch.decode([Piece(0, tokens[:1]), Piece(1, tokens[:1])])
-        batch.copy_prefix(0, 1, 30)
-        batch.decode([Piece(0, tokens[:3]), Piece(1, tokens[:2])])
-    with model.new_context(N_TOKENS + 8, branches=True) as context:
-        context.decode(tokens[:-20], "last")
-        for parents in ([-1, 0, 0, -1, 3], [-1, -1, 1]):
-            context.decode_tree(tokens[: len(parents)], parents)
-            context.keep([parents.index(-1, 1)])
-            context.decode(tokens[:1])
-        context.truncate(9)
-        context.decode(tokens[:40])
+        with model.new_context(N_TOKENS + 8) as context:
+            context.decode(tokens, "last")
+            context.decode(tokens[:5])
+        trust.check_model(model)

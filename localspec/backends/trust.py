@@ -99,25 +99,26 @@ def verdicts() -> JsonStore:
     return JsonStore(home() / "trust", _FORMAT)
 
 
-def _verdict_on(
-    model: Model, n_gpu_layers: int | None, memory: Mapping[str, str], examine: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """The verdict on a kind of memory of a loaded model."""
+def _verdict(found: Agreement, limit: float = MAX_MEAN_KL, wrong: str = "") -> dict[str, Any]:
+    holds = found.mean_kl <= limit
+    return {"holds": holds, "why": f"{'' if holds else wrong}KL {found.mean_kl:.2g} nats"}
+
+
+def _why_wrong(
+    model: Model, n_gpu_layers: int | None, memory: str, limit: float, check: Callable[[], Agreement]
+) -> str | None:
+    """By how much a kind of memory of a loaded model is wrong; None where it is right. Checked once."""
     options = {"n_gpu_layers": n_gpu_layers, "placement": model.placement}
-    key = verdict_key(model.backend, options, fingerprint(model.path))
-    return remembered(verdicts(), {**key, **memory}, examine)
+    key = verdict_key(model.backend, options, fingerprint(model.path)) | {"memory": memory, "cache": model.kv_type}
+    verdict = remembered(verdicts(), key, lambda: _verdict(check(), limit))
+    return None if verdict["holds"] else f"({verdict['why']})"
 
 
 # -- passes over one sequence, before the first answer -----------------------------------------------------------------
 
 
 def load_checked(
-    backend: str,
-    path: Path,
-    options: dict[str, Any],
-    say: Callable[[str], None],
-    *,
-    put_off: bool = False,
+    backend: str, path: Path, options: dict[str, Any], say: Callable[[str], None], *, put_off: bool = False
 ) -> Model:
     """Load a file with arguments of the engine's ``load``, or a repacked copy of it that the engine computes rightly.
 
@@ -151,13 +152,12 @@ def load_checked(
         if verdict["holds"]:
             return model
         model.close()
-    for repacked in repack.copies(path, source, say):
+    if (repacked := repack.near_exact_copy(path, source, say)) is not None:
         copy: Model = module.load(repacked, **options)
-
-        def examine(copy: Model = copy) -> dict[str, Any]:
-            return _compare(copy, path, options, _examine_alone(copy))
-
-        if remembered(store, key(fingerprint(repacked)), examine)["holds"]:
+        found = remembered(
+            store, key(fingerprint(repacked)), lambda: _compare(copy, path, options, _examine_alone(copy))
+        )
+        if found["holds"]:
             return copy
         copy.close()
         repacked.unlink(missing_ok=True)
@@ -169,12 +169,10 @@ def load_checked(
 
 def _examine_alone(model: Model) -> dict[str, Any]:
     own = check_model(model)
-    if not own.holds:
-        return {"holds": False, "why": f"its batches differ from its single tokens, KL {own.mean_kl:.2g} nats"}
-    # Where there is another engine the two are compared: at once if in doubt, else when there is time.
-    waits = MAX_PUT_OFF if own.mean_kl > DOUBTFUL_KL else 0
-    found = {"holds": True, "why": f"KL {own.mean_kl:.2g} nats"}
-    return found | ({"waits": waits} if other_engines(model) else {})
+    found = _verdict(own, wrong="its batches differ from its single tokens, ")
+    if not own.holds or not other_engines(model):
+        return found
+    return {**found, "waits": MAX_PUT_OFF if own.mean_kl > DOUBTFUL_KL else 0}  # at once if in doubt
 
 
 def check_model(model: Model) -> Agreement:
@@ -184,9 +182,9 @@ def check_model(model: Model) -> Agreement:
 
 def checking(model: Model) -> Steps[Agreement]:
     """Compare passes of a model, wide and narrow, with those of single tokens; more where few leave a doubt."""
-    found = yield from _comparing_few(model)
+    found = yield from _comparing(model, 48, 4)
     if DOUBTFUL_KL < found.mean_kl <= MAX_MEAN_KL:
-        found = _worst([found, (yield from _comparing_many(model))])
+        found = _worst([found, (yield from _comparing(model, 64, 20))])
     return found
 
 
@@ -203,58 +201,33 @@ def _passes(context: Context, tokens: Sequence[int], start: int, *widths: int) -
     return rows
 
 
-def _comparing_few(model: Model) -> Steps[Agreement]:
-    """The worst of passes over 1 to 8 and 40 tokens, and one that branches, in the time of about 30 single tokens.
+def _comparing(model: Model, n_tokens: int, n_single: int) -> Steps[Agreement]:
+    """The worst of passes over 1 to 8 and 40 tokens, and one that branches; of 48, in the time of 30 single tokens.
 
     Every width is tied to single-token passes: 8 on a memory that single passes wrote, 40 by single tokens behind it,
     and the narrow ones by 40.
     """
-    tokens = check_tokens(model, 48)
-    few = min(8, len(tokens) // 2)
+    tokens = check_tokens(model, n_tokens)
+    few = min(2 * n_single, len(tokens) // 2)
     with model.new_context(len(tokens) + 8) as context:
         single = yield from _passes(context, tokens, 0, *[1] * max(1, few // 2))
         (batched,) = yield from _passes(context, tokens, 0, few)
         (wide,) = yield from _passes(context, tokens, few, len(tokens) - few)
-        n_behind = min(6, len(wide))
+        n_behind = min(n_single + 2, len(wide))
         behind = yield from _passes(context, tokens, len(tokens) - n_behind, *[1] * n_behind)
-        found = [
-            agreement(np.concatenate(single), batched[: len(single)]),
-            agreement(np.concatenate(behind), wide[-n_behind:]),
-        ]
-        if len(wide) >= sum(_NARROW):
-            start = len(wide) - sum(_NARROW)
-            for rows in (yield from _passes(context, tokens, len(tokens) - sum(_NARROW), *_NARROW)):
-                found.append(agreement(rows, wide[start : start + len(rows)]))
+        pairs = [(np.concatenate(single), batched[: len(single)]), (np.concatenate(behind), wide[-n_behind:])]
+        if (start := len(wide) - sum(_NARROW)) >= 0:
+            for rows in (yield from _passes(context, tokens, few + start, *_NARROW)):
+                pairs.append((rows, wide[start : start + len(rows)]))
                 start += len(rows)
         if context.can_branch and len(wide) >= 4:
-            branched = yield from _branching(context, tokens)
-            found.append(agreement(branched, np.concatenate([wide[-4:], wide[-2:]])))
-    return _worst(found)
-
-
-def _branching(context: Context, tokens: Sequence[int]) -> Steps[FloatArray]:
-    """The rows of the last four tokens from a pass that branches, and of the last two behind what is kept of it [6]."""
-    context.truncate(len(tokens) - 4)
-    first, second, third, fourth = tokens[-4:]
-    tree = context.decode_tree([first, fourth, second, first, third, fourth], [-1, -1, 0, 0, 2, 4])
-    rows = tree.logits[[0, 2, 4, 5]]
-    yield
-    context.keep([0, 2])
-    behind = context.decode([third, fourth]).logits.copy()
-    yield
-    return np.concatenate([rows, behind])
-
-
-def _comparing_many(model: Model) -> Steps[Agreement]:
-    tokens = check_tokens(model, 64)
-    n = min(20, len(tokens) - 1)
-    with model.new_context(len(tokens) + 8) as context:
-        (wide,) = yield from _passes(context, tokens, 0, len(tokens))
-        narrow = yield from _passes(context, tokens, len(tokens) - n, *[5] * -(-n // 5))
-        # The single-token passes get a memory that was written by single-token passes.
-        single = yield from _passes(context, tokens, 0, *[1] * (n + 1))
-        (batched,) = yield from _passes(context, tokens, 0, n + 1)
-    return _worst([agreement(wide[-n:], np.concatenate(narrow)), agreement(batched, np.concatenate(single))])
+            context.truncate(len(tokens) - 4)
+            first, second, third, fourth = tokens[-4:]
+            tree = context.decode_tree([first, fourth, second, first, third, fourth], [-1, -1, 0, 0, 2, 4])
+            pairs.append((tree.logits[[0, 2, 4, 5]], wide[-4:]))
+            context.keep([0, 2])
+            pairs.append((context.decode([third, fourth]).logits, wide[-2:]))
+    return _worst(agreement(*pair) for pair in pairs)
 
 
 # -- the same text in another engine -----------------------------------------------------------------------------------
@@ -348,27 +321,28 @@ class SecondOpinion:
             return False
         if not other_engines(self.model):
             return False
-        verdict = self._verdict()
+        verdict = verdicts().get(self._key())
         return verdict is not None and bool(verdict["holds"]) and ("waits" in verdict or not self.compared)
 
     def steps(self, stopped: Callable[[], bool]) -> Steps[None]:
         """Load the other engine's model, compare, measure, remember; Cancelled where it is stopped while it loads."""
         if read_memory().available < ROOM * self.model.size_bytes:
             return
+        store, key = verdicts(), self._key()
         other = load_elsewhere(self.model, self.path, self.options, lambda fraction: not stopped())
         if other is None:
             if stopped():
                 raise Cancelled("loading was stopped")
-            if verdict := self._verdict():
-                self._remember(_settled(verdict))
+            if verdict := store.get(key):
+                store.put(key, _settled(verdict))
             return
         with other:
             yield
-            if (verdict := self._verdict()) is None:
+            if (verdict := store.get(key)) is None:
                 return
             if "waits" in verdict:
                 verdict = yield from _comparing_verdict(self.model, other, verdict)
-                self._remember(verdict)
+                store.put(key, verdict)
             if not verdict["holds"]:
                 self.refuse(
                     f"{self.model.engine} gives wrong results for {self.path.name} ({verdict['why']}): "
@@ -380,17 +354,24 @@ class SecondOpinion:
     def _key(self) -> dict[str, str]:
         return verdict_key(self.model.backend, self.options, fingerprint(self.path))
 
-    def _verdict(self) -> dict[str, Any] | None:
-        return verdicts().get(self._key())
 
-    def _remember(self, verdict: dict[str, Any]) -> None:
-        verdicts().put(self._key(), verdict)
-
-
-# -- tokens that branch, before the first context made for them --------------------------------------------------------
+# -- other memories, each before the first of its kind ----------------------------------------------------------------
 #
-# Such a context may compute everything otherwise than others do: prompts and drafts that are chains, too. So all that
-# answers use of it is compared with a context that branches nowhere.
+# What answers do in a context made for tokens that branch, in one that took up a saved state, or among several
+# sequences, is done once, and every row compared with that of a context of one sequence, which ``check_model`` checked.
+
+
+def _expected(alone: Context, before: Sequence[int], tokens: Sequence[int]) -> FloatArray:
+    """The rows of tokens behind a text, in a context that is known to be right."""
+    _read(alone, before)
+    return alone.decode(tokens).logits
+
+
+def _read(context: Context, text: Sequence[int]) -> None:
+    """Make a context hold a text."""
+    if (n := context.reuse(text)) < len(text):
+        context.decode(text[n:], "none")
+
 
 _N_BEFORE = 244
 """Tokens before the first tree, which then lies on both sides of the 256th place: engines leave out what lies behind
@@ -415,37 +396,29 @@ def why_no_branches(
     if reason is not None or not model.capabilities.trees_apart:
         return reason  # where contexts are all alike, ``check_model`` looked at trees too
 
-    def examine() -> dict[str, Any]:
+    def check() -> Agreement:
         say(f"checking that {model.engine} computes branching drafts of {model.path.name} correctly (once)")
-        kl = check_branches(model)
-        return {"holds": kl <= MAX_KL, "why": f"KL {kl:.2g} nats"}
+        return check_branches(model)
 
     try:
-        verdict = _verdict_on(model, n_gpu_layers, {"memory": "branches", "cache": model.kv_type}, examine)
+        wrong = _why_wrong(model, n_gpu_layers, "branches", MAX_KL, check)
     except EngineError as error:  # for want of memory, it may be: not so for ever
         return str(error)
-    if verdict["holds"]:
-        return None
-    return f"{model.engine} gives wrong results for branching drafts of {model.path.name} ({verdict['why']})"
+    return wrong and f"{model.engine} gives wrong results for branching drafts of {model.path.name} {wrong}"
 
 
-def check_branches(model: Model) -> float:
-    """Compare a context made for tokens that branch with one that is not, pass by pass, in the time of reading some
-    hundred tokens twice; the largest mean KL divergence of a pass [nats]."""
+def check_branches(model: Model) -> Agreement:
+    """Compare a context made for tokens that branch with one that is not, also where they do not: such a context may
+    compute all otherwise. The worst pass, in the time of reading some hundred tokens twice."""
     words = check_tokens(model, 48)
     text = [words[i % len(words)] for i in range(_N_BEFORE)]
-    room = _N_BEFORE + 128
-    worst = 0.0
+    room, found = _N_BEFORE + 128, list[Agreement]()
     with model.new_context(room, branches=True) as context, model.new_context(room) as alone:
-
-        def compare(rows: FloatArray, before: Sequence[int], path: Sequence[int]) -> None:
-            nonlocal worst
-            _read(alone, before)
-            worst = max(worst, agreement(rows, alone.decode(path).logits).mean_kl)
 
         def feed(n: int) -> None:
             before, tokens = list(context.tokens), [words[(context.n_past + i) % len(words)] for i in range(n)]
-            compare(context.decode(tokens).logits.copy(), before, tokens)
+            rows = context.decode(tokens).logits.copy()
+            found.append(agreement(rows, _expected(alone, before, tokens)))
 
         context.decode(text[:150], "none")
         for width in (1, 2, 5, 40, 1):
@@ -461,22 +434,13 @@ def check_branches(model: Model) -> float:
                 path = [leaf]
                 while parents[path[0]] >= 0:
                     path.insert(0, parents[path[0]])
-                compare(rows[path], before, [tokens[at] for at in path])
+                found.append(agreement(rows[path], _expected(alone, before, [tokens[at] for at in path])))
             context.keep(kept)
             feed(1)
         feed(33)
         context.truncate(_N_BEFORE + 1)
         feed(3)
-    return worst
-
-
-def _read(context: Context, text: Sequence[int]) -> None:
-    """Make a context hold a text."""
-    if (n := context.reuse(text)) < len(text):
-        context.decode(text[n:], "none")
-
-
-# -- a memory that was copied out and in again, before the first that comes from a file ------------------------------
+    return _worst(found)
 
 
 def why_not_restored(model: Model, memory: str = "one", n_gpu_layers: int | None = None) -> str | None:
@@ -484,21 +448,14 @@ def why_not_restored(model: Model, memory: str = "one", n_gpu_layers: int | None
     file and a kind of memory: ``one`` sequence, ``branches`` (see ``Model.new_context``), ``several`` sequences."""
     if model.capabilities.batch_invariant:
         return None
-
-    def examine() -> dict[str, Any]:
-        found = check_restored(model, memory)
-        return {"holds": found.mean_kl <= MAX_KL, "why": f"KL {found.mean_kl:.2g} nats"}
-
-    verdict = _verdict_on(model, n_gpu_layers, {"memory": f"restored {memory}", "cache": model.kv_type}, examine)
-    if verdict["holds"]:
-        return None
-    return f"{model.engine} does not go on from a saved memory of {model.path.name} as it was ({verdict['why']})"
+    wrong = _why_wrong(model, n_gpu_layers, f"restored {memory}", MAX_KL, lambda: check_restored(model, memory))
+    return wrong and f"{model.engine} does not go on from a saved memory of {model.path.name} as it was {wrong}"
 
 
 def check_restored(model: Model, memory: str = "one") -> Agreement:
     """Compare passes behind a text with those of a context that took up its state, in the time of reading it once."""
     tokens = check_tokens(model, 48)
-    n = max(1, len(tokens) - 12)
+    n, found = max(1, len(tokens) - 12), list[Agreement]()
     with ExitStack() as stack:
         if memory == "several":
             batch = stack.enter_context(model.new_batch(2, 2 * len(tokens)))
@@ -509,18 +466,11 @@ def check_restored(model: Model, memory: str = "one") -> Agreement:
             )
         one.decode(tokens[:n], "none")
         other.import_state(one.export_state())
-        return _worst(
-            agreement(rows, other.decode(piece).logits)
-            for piece in (tokens[n : n + 1], tokens[n + 1 : n + 4], tokens[n + 4 :])
-            if piece and (rows := one.decode(piece).logits.copy()) is not None
-        )
+        for piece in filter(None, (tokens[n : n + 1], tokens[n + 1 : n + 4], tokens[n + 4 :])):
+            rows = one.decode(piece).logits.copy()
+            found.append(agreement(rows, other.decode(piece).logits))
+    return _worst(found)
 
-
-# -- several sequences in one pass, before the first such pass ---------------------------------------------------------
-#
-# Rows of one sequence could see another's. So what is done with several is done once: prompts of different lengths, a
-# prefix that two share, rows of drafts of which some are taken back, a piece of a prompt next to others' rows, a
-# sequence that leaves and one that comes. Every row is compared with that of a context, which ``check_model`` checked.
 
 _BATCH_PIECE = 33  # rows of a prompt that are fed together with others: from 32 on ik-llama has other kernels
 
@@ -530,33 +480,34 @@ def ensure_batches(model: Model, n_gpu_layers: int | None = None) -> None:
     that was done before; EngineMismatch where they differ from those over one."""
     if not model.capabilities.batches:
         return  # each sequence is a context, and those were checked
-
-    def examine() -> dict[str, Any]:
-        found = check_batch(model)
-        return {"holds": found.holds, "why": f"KL {found.mean_kl:.2g} nats"}
-
-    verdict = _verdict_on(model, n_gpu_layers, {"memory": "several"}, examine)
-    if not verdict["holds"]:
+    wrong = _why_wrong(model, n_gpu_layers, "several", MAX_MEAN_KL, lambda: check_batch(model))
+    if wrong:
         raise EngineMismatch(
             f"{model.engine} gives different results for batched conversations of {model.path.name} "
-            f"({verdict['why']}); answer one at a time, or use another --backend"
+            f"{wrong}; answer one at a time, or use another --backend"
         )
 
 
 def check_batch(model: Model) -> Agreement:
-    """Compare sequences fed in one pass with each alone, in the time of about fifty single tokens; the worst pass."""
+    """Compare sequences fed in one pass with each alone, in the time of about sixty single tokens; the worst pass.
+
+    Prompts of different lengths, a prefix that two share, drafts of which some is taken back, a piece of a prompt next
+    to others' rows, a sequence that leaves and one that comes.
+    """
     tokens = check_tokens(model, 48)
-    n = len(tokens)
-    shared = n // 3
+    n, shared = len(tokens), len(tokens) // 3
     texts = [tokens * 2, [*tokens[:shared], *tokens[::-1] * 2], [*tokens[n // 2 :], *tokens * 2]]
-    passes: list[list[tuple[int, int, FloatArray]]] = []  # in each, sequences, where their rows begin, and the rows
-    with model.new_batch(len(texts), sum(map(len, texts))) as batch:
+    found: list[Agreement] = []
+    with ExitStack() as stack:
+        batch = stack.enter_context(model.new_batch(len(texts), sum(map(len, texts))))
+        alone = [stack.enter_context(model.new_context(len(text))) for text in texts]
 
         def feed(*widths: int) -> None:
             starts = [batch[i].n_past for i in range(len(texts))]
-            pieces = [Piece(i, texts[i][starts[i] : starts[i] + width]) for i, width in enumerate(widths) if width]
-            found = zip(pieces, batch.decode(pieces), strict=True)
-            passes.append([(piece.sequence, starts[piece.sequence], forward.logits.copy()) for piece, forward in found])
+            pieces = [Piece(i, texts[i][starts[i] :][:width]) for i, width in enumerate(widths) if width]
+            rows = np.concatenate([forward.logits for forward in batch.decode(pieces)])
+            expected = [_expected(alone[i], texts[i][: starts[i]], fed) for i, fed, _ in pieces]
+            found.append(agreement(rows, np.concatenate(expected)))
 
         def take_back(*counts: int) -> None:
             for i, count in enumerate(counts):
@@ -571,19 +522,4 @@ def check_batch(model: Model) -> Agreement:
         take_back(batch[0].n_past, 0, 0)
         feed(0, 2, 1)
         feed(_BATCH_PIECE, 1, 1)
-    alone: list[tuple[int, FloatArray]] = []  # of each sequence where the rows that are compared begin, and the rows
-    with model.new_context(max(map(len, texts))) as context:
-        for i, text in enumerate(texts):
-            places = [(start, start + len(rows)) for fed in passes for sequence, start, rows in fed if sequence == i]
-            first, end = min(start for start, _ in places), max(end for _, end in places)
-            context.truncate(0)
-            if first:
-                context.decode(text[:first], "none")
-            alone.append((first, context.decode(text[first:end]).logits.copy()))
-    return _worst(
-        agreement(
-            np.concatenate([alone[i][1][start - alone[i][0] :][: len(rows)] for i, start, rows in fed]),
-            np.concatenate([rows for _, _, rows in fed]),
-        )
-        for fed in passes
-    )
+    return _worst(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 from localspec.backends.base import Context, Model, SequenceBatch
 from localspec.backends.llama.binding import N_UBATCH
-from localspec.backends.llama.ggml import Device, ggml_devices, metal_gpu, used_gpus
+from localspec.backends.llama.ggml import Device, llama_gpus, metal_gpu
 from localspec.backends.placement import Placement, Target, layout
 from localspec.backends.trust import ensure_batches, why_no_branches
 from localspec.controllers.auto import FLAT_ROW
@@ -319,7 +319,7 @@ def gpus_of(backend: str) -> list[Device]:
     """GPUs that an engine uses, with what is free now; empty too where it does not say."""
     if backend == "mlx":
         return metal_gpu() or []
-    return used_gpus(ggml_devices() or []) if backend == "llama-cpp" else []
+    return (llama_gpus() or []) if backend == "llama-cpp" else []
 
 
 # Whether drafts may branch, which on some engines has to be known when the target's context is made.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from localspec.backends.base import ContextState, Forward, Piece, SequenceBatch, joined_states, shared_prefix
+from localspec.backends.base import ContextState, Forward, Piece, SequenceBatch, joined, shared_prefix
 from localspec.controllers.auto import MAX_DRAFT
 from localspec.controllers.batching import SharedPasses, ShareOfPass
 from localspec.engine.answer import OpenAnswer, never_ran
@@ -422,7 +422,7 @@ class Scheduler:
         if not slot.decodes and slot.n_fed < len(rows.tokens):
             slot.making.tell_read(slot.n_fed)
             return
-        whole = _joined(slot.forwards)
+        whole = joined(slot.forwards)
         slot.rows, slot.forwards, slot.n_fed = None, [], 0
         try:
             slot.making.commit(whole)
@@ -514,7 +514,3 @@ class Scheduler:
 
 def _kept(forward: Forward | Exception) -> Forward | Exception:
     return forward if isinstance(forward, Exception) else Forward(forward.logits.copy(), forward.hidden)
-
-
-def _joined(forwards: Sequence[Forward]) -> Forward:
-    return forwards[0] if len(forwards) == 1 else Forward(forwards[-1].logits, joined_states(forwards))

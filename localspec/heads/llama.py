@@ -17,7 +17,7 @@ import numpy as np
 
 from localspec.backends.base import Capabilities, Context, FloatArray, Forward, Model, TokenIds, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
-from localspec.backends.llama.batch import LlamaSequences
+from localspec.backends.llama.ggml import rows_at
 from localspec.backends.llama.llama_cpp import binding, gpu_layers
 from localspec.backends.llama.model import LlamaContext, LlamaModel
 from localspec.backends.llama.passes import KV_TYPES, BestLogits, LlamaPasses
@@ -86,7 +86,7 @@ class LlamaHeadModel(Model):
             if head.borrows:
                 lender = self._lender(target)
                 # A small context that is never fed does for the engine to find matrices.
-                self._anchor = 0 if head.reads else self.new_handle(lender.handle, 1, 1, n_threads, 0)
+                self._anchor = 0 if head.reads else self.new_handle(lender.handle, 1, 1, 0)
         except BaseException:
             self.close()
             raise
@@ -120,40 +120,34 @@ class LlamaHeadModel(Model):
             raise UnsupportedModel(f"{self.path.name} takes weights of its target, which cannot be on RPC servers then")
         return target
 
-    def new_handle(self, model: int, n_ctx: int, n_rows: int, n_threads: int, other: int) -> int:
-        api = self.binding.api
+    def new_handle(self, model: int, n_ctx: int, n_rows: int, other: int) -> int:
         # Over another memory it has to take the sequences of that, and ends the process with fewer rows than those.
-        n_sequences = api.llama_n_seq_max(other) if self.head.reads else 1
+        n_sequences = self.binding.lib.llama_n_seq_max(other) if self.head.reads else 1
         n_rows = n_sequences if self.head.reads else n_rows
-        params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = -(-n_ctx // 256) * 256, n_rows, n_rows
-        params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = KV_TYPES[self.kv_type]
-        self.binding.set_context_options(params, n_sequences)
-        if other:
-            params.ctx_other = other
-        if self.head.has_zeroth or self.head.reads:
-            params.ctx_type = self.staging.mtp
-        handle = api.llama_init_from_model(model, params)
+        fields: dict[str, Any] = {"n_ctx": -(-n_ctx // 256) * 256, "n_batch": n_rows, "n_ubatch": n_rows}
+        fields |= dict.fromkeys(("type_k", "type_v"), KV_TYPES[self.kv_type])
+        fields |= {"ctx_other": other} if other else {}
+        fields |= {"ctx_type": self.staging.mtp} if self.head.has_zeroth or self.head.reads else {}
+        handle = self.binding.new_context(model, self.n_threads, n_sequences, **fields)
         if not handle:
             raise EngineError(f"{self.engine} could not create a context of {n_ctx} rows for {self.path.name}")
-        return int(handle)
+        return handle
 
-    def reader_of(self, passes: LlamaPasses, n_threads: int) -> LlamaMemoryReader:
+    def reader_of(self, passes: LlamaPasses) -> LlamaMemoryReader:
         """The context over a memory of the target, for all of its sequences."""
 
         def make(handle: int) -> LlamaMemoryReader:
             n_ctx = int(self.binding.lib.llama_n_ctx(handle))
-            return LlamaMemoryReader(self, n_ctx, n_threads, (STATE,), handle)
+            return LlamaMemoryReader(self, n_ctx, (STATE,), handle)
 
         self._read.add(passes)
         return cast(LlamaMemoryReader, passes.reader(self, make))
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> HeadContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> HeadContext:
         if self.head.reads:
-            return LlamaFollowingContext(self, n_ctx, n_threads, hidden)
+            return LlamaFollowingContext(self, n_ctx, hidden)
         kind = LlamaBlockContext if self.head.block else LlamaHeadContext
-        return kind(self, n_ctx, n_threads, hidden, self._anchor)
+        return kind(self, n_ctx, hidden, self._anchor)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         raise EngineError(f"{self.path.name} is a draft head and cannot tokenize text")
@@ -171,10 +165,10 @@ class LlamaHeadContext(HeadContext):
     model: LlamaHeadModel
     sequence = 0  # where its rows go
 
-    def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...], anchor: int) -> None:
+    def __init__(self, model: LlamaHeadModel, n_ctx: int, hidden: tuple[str, ...], anchor: int) -> None:
         super().__init__(model, n_ctx, hidden)
         self._binding, self._functions = model.binding, model.staging
-        self._handle = model.new_handle(model.handle, n_ctx, ROWS, n_threads, anchor)
+        self._handle = model.new_handle(model.handle, n_ctx, ROWS, anchor)
         self._batch = self._functions.batch_init(self._handle)
         self.finds_best, head = model.finds_best, model.head
         device = model.capabilities.device
@@ -283,13 +277,11 @@ class LlamaHeadContext(HeadContext):
 
     def _logits(self, n: int) -> FloatArray:
         """The logits of a pass, of the tokens that the head can guess [n, n_out], a copy."""
-        address = ctypes.cast(self._binding.lib.llama_get_logits(self._handle), ctypes.c_void_p).value
-        if not address:
-            raise EngineError(f"{self.model.engine} returned no logits")
         width, ids = self.model.head.n_vocab, self.model.head.ids
-        view: Any = np.ctypeslib.as_array((ctypes.c_float * width * n).from_address(address))
-        rows: FloatArray = view[:, ids] if len(ids) < width else view.copy()
-        return rows
+        found = rows_at(self._binding.lib.llama_get_logits(self._handle), n, width)
+        if found is None:
+            raise EngineError(f"{self.model.engine} returned no logits")
+        return found[:, ids] if len(ids) < width else found.copy()
 
     def _truncate(self, n: int) -> None:
         if not n or not self._binding.remove(self._handle, n):
@@ -321,9 +313,8 @@ class LlamaFollowingContext(HeadContext):
 
     model: LlamaHeadModel
 
-    def __init__(self, model: LlamaHeadModel, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> None:
+    def __init__(self, model: LlamaHeadModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
         super().__init__(model, n_ctx, hidden)
-        self._n_threads = n_threads
         self._target: Context | None = None
 
     def follow(self, target: Context) -> None:
@@ -332,10 +323,9 @@ class LlamaFollowingContext(HeadContext):
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         assert self._target is not None
         assert len(tokens) == 1
-        holder, sequence = self._target.place
-        assert isinstance(holder, LlamaContext | LlamaSequences)
-        reader = self.model.reader_of(holder.passes, self._n_threads)
-        reader.sequence, reader.position = sequence, self._target.n_past
+        assert isinstance(self._target, LlamaContext)
+        reader = self.model.reader_of(self._target.passes)
+        reader.sequence, reader.position = self._target.sequence, self._target.n_past
         return reader._decode_floats(rows, tokens, logits)
 
     def _truncate(self, n: int) -> None:

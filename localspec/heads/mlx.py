@@ -65,7 +65,7 @@ class MLXHeadModel(MLXModel):
     def finds_best(self) -> bool:
         return self.capabilities.device == "gpu" and best_pays(self, head_pass)
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXHeadContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> MLXHeadContext:
         return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
 
 

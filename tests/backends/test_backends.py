@@ -15,7 +15,7 @@ import pytest
 
 from localspec.backends import reference
 from localspec.backends.base import Context, ContextState, FloatArray, Model
-from localspec.backends.llama import batch as batch_module
+from localspec.backends.llama import model as model_module
 from localspec.engine.saved import maker_of
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
 from tests.conftest import Backend, TinyFiles
@@ -55,7 +55,7 @@ def test_anything_in_any_order(
 ) -> None:
     if hidden and not model.capabilities.hidden:
         pytest.skip("this engine returns no states")
-    monkeypatch.setattr(batch_module, "N_ALONE", 2)
+    monkeypatch.setattr(model_module, "N_ALONE", 2)
     try_any_order(model, oracle, hidden=hidden, embedding=EMBEDDING)
 
 

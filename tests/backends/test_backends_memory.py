@@ -11,6 +11,7 @@ import pytest
 
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.llama import model as model_module
+from localspec.backends.llama import rollback
 from localspec.errors import UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support.contexts import BROKEN, breaking_off, every_state, fresh_rows, rows, some_tokens, try_any_order
@@ -100,7 +101,7 @@ def test_a_rejected_draft_of_which_there_are_snapshots_costs_no_pass(
                 context.truncate(context.n_past - 1 - step % 4)
             assert fed == [5] * 30
             context.truncate(context.n_past - 6)
-            assert 0 < sum(fed[30:]) < 2 * model_module.CHECKPOINT_EVERY
+            assert 0 < sum(fed[30:]) < 2 * rollback.CHECKPOINT_EVERY
         kept, more = list(context.tokens), some_tokens(3)
         assert divergence(fresh_rows(model, [*kept, *more], len(kept)), rows(context, more)) < 1e-3
 

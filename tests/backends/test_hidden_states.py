@@ -129,7 +129,7 @@ def test_a_state_that_lies_elsewhere_than_before_is_found(tapped: LlamaContext) 
         assert all(agree(tapped.model, forward.hidden[name], wanted.hidden[name]) for name in EVERY)
         assert agree(tapped.model, forward.logits, wanted.logits)
         tapped.truncate(20)
-        tap = tapped._passes.tap
+        tap = tapped.passes.tap
         assert tap._known
         tap._known.clear()
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from localspec import LLM, Placement
+from localspec.backends.llama import ggml as ggml_module
 from localspec.backends.llama.binding import Binding, Place, Placed, Places
-from localspec.backends.llama.ggml import Device, engine_log, ggml_devices, used_gpus
+from localspec.backends.llama.ggml import CPU, GPU, INTEGRATED, Ggml, GgmlDevice, engine_log
 from localspec.backends.registry import engine_module
 from localspec.controllers.calibration import curve_key
 from localspec.errors import UsageError
@@ -226,16 +227,21 @@ def test_a_model_that_leaves_work_to_the_cpu_is_not_on_a_gpu_alone(
 
 def test_devices_are_read_from_the_engine() -> None:
     open_backend("llama-cpp")
-    devices = ggml_devices()
-    cpus = [device for kind, device in devices if kind == 0]
-    assert cpus[0].name == "CPU"
-    assert cpus[0].description
-    assert cpus[0].total_bytes >= cpus[0].free_bytes > 0
+    ggml = Ggml()
+    cpu = next(device for device in ggml.devices() if device.kind == CPU)
+    assert cpu.name == "CPU"
+    assert cpu.description
+    free, total = ggml.memory(cpu.handle)
+    assert total >= free > 0
 
 
-def test_devices_that_layers_are_put_on() -> None:
-    cpu, card, chip = (Device(name, name, 1, 2, False) for name in ("CPU", "CUDA0", "Vulkan0"))
-    empty = Device("CUDA1", "no memory", 0, 0, False)
-    assert used_gpus([(0, cpu), (2, chip), (1, card), (1, empty)]) == [card]
-    assert used_gpus([(0, cpu), (2, chip)]) == [chip]
-    assert used_gpus([(0, cpu)]) == []
+def test_devices_that_layers_are_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def device(kind: int, name: str) -> GgmlDevice:
+        return GgmlDevice(len(name), kind, name, name, 0, False)
+
+    cpu, card, empty, chip = device(CPU, "CPU"), device(GPU, "CUDA0"), device(GPU, "none"), device(INTEGRATED, "Vulkan")
+    monkeypatch.setattr(ggml_module.Ggml, "__init__", lambda self: None)
+    monkeypatch.setattr(ggml_module.Ggml, "memory", lambda self, handle: (0, 0) if handle == empty.handle else (1, 2))
+    for devices, used in (([cpu, chip, card, empty], ["CUDA0"]), ([cpu, chip], ["Vulkan"]), ([cpu], [])):
+        monkeypatch.setattr(ggml_module.Ggml, "devices", lambda self, found=devices: found)
+        assert [each.name for each in ggml_module.llama_gpus()] == used

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from localspec.backends.base import Context, Model, Piece, SequenceBatch
-from localspec.backends.llama import batch as batch_module
-from localspec.backends.llama.batch import MAX_SEQUENCES, LlamaSequences, SequencesOrOne
+from localspec.backends.base import Model, Piece, SequenceBatch
+from localspec.backends.llama import model as model_module
+from localspec.backends.llama.binding import MAX_SEQUENCES
+from localspec.backends.llama.model import LlamaSequences, SequencesOrOne
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, some_tokens
@@ -147,44 +148,16 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
 # Long passes, and those that end before their end.
 
 
-@pytest.mark.parametrize("logits", ["all", "last"])
-def test_a_pass_is_stopped_between_its_parts(model: Model, logits: Any) -> None:
-    """It is taken back from all, those that were done too."""
-    texts = [some_tokens(300, seed=i) for i in range(3)]
-    with model.new_batch(3, 1200) as batch:
-        batch.decode([Piece(i, texts[i][:20], "none") for i in range(3)])
-        asked: list[int] = []
-        batch.interrupted = lambda: (asked.append(1), len(asked) == 2)[1]
-        with pytest.raises(Cancelled):
-            batch.decode([Piece(i, texts[i][20:], logits) for i in range(3)])
-        batch.interrupted = None
-        assert [batch[i].tokens for i in range(3)] == [text[:20] for text in texts]
-        assert batch.free_cells == 1140
-        for i in range(3):
-            check_next(model, batch[i], texts[i][20:40])
-
-
 def test_one_sequence_is_stopped_as_a_context_is(model: Model) -> None:
-    with model.new_batch(2, 1000) as batch:
-        batch[0].interrupted = lambda: True
-        with pytest.raises(Cancelled):
-            batch[0].decode(some_tokens(600), "none")
-        assert batch[0].tokens == some_tokens(600)[:256]
-        assert batch.free_cells == 744
-        batch[0].interrupted = None
+    with model.new_batch(2, 1000) as batch, model.new_context(1000) as alone:
+        for context in (alone, batch[0]):
+            context.interrupted = lambda: True
+            with pytest.raises(Cancelled):
+                context.decode(some_tokens(600), "none")
+            context.interrupted = None
+        assert batch[0].tokens == alone.tokens == some_tokens(600)[: alone.n_past]
+        assert batch.free_cells == 1000 - alone.n_past
         check_next(model, batch[0], [5, 6, 7])
-
-
-def test_a_context_that_lost_its_memory_is_not_gone_on_from(reference: Backend, tiny: TinyFiles) -> None:
-    """As one does whose device was away; what is fed in turns knows it by its length."""
-    with reference.load(tiny.quick.target) as model, model.new_batch(2, 64) as batch:
-        batch.decode([Piece(0, [5, 6, 7]), Piece(1, [5, 6])])
-        batch._contexts[0].truncate(0)  # type: ignore[attr-defined]
-        with pytest.raises(EngineError, match="sequence 0 was lost"):
-            batch.decode([Piece(1, [7]), Piece(0, [8])])
-        assert [batch[i].tokens for i in range(2)] == [[], [5, 6]]
-        assert batch.free_cells == 62
-        batch.decode([Piece(1, [7]), Piece(0, [5, 6, 7])])
 
 
 def test_closing_a_batch_closes_its_sequences(model: Model) -> None:
@@ -218,7 +191,7 @@ def test_llama_engines_feed_them_in_one_pass_and_others_in_turns(
 
 @pytest.fixture
 def either(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[SequencesOrOne]:
-    monkeypatch.setattr(batch_module, "N_ALONE", 3)
+    monkeypatch.setattr(model_module, "N_ALONE", 3)
     with (
         open_backend("ik-llama").load(tiny.spm, n_threads=1) as model,
         model.new_batch(4, 512, hidden=["norm"]) as batch,
@@ -236,9 +209,9 @@ def check_alone(batch: SequencesOrOne, sequence: int, seed: int, n: int = 5) -> 
 def test_one_goes_to_a_context_of_its_own_and_back(either: SequencesOrOne) -> None:
     """When that is: what is computed there and here is what any order of operations compares."""
     check_alone(either, 2, 0, 40)
-    assert either.apart == 2
+    assert either.apart is either[2]
     check_alone(either, 1, 3, 30)  # in the memory of all, while the other is apart
-    assert either.apart == 2
+    assert either.apart is either[2]
     check_feeding(either.model, either, [(1, 4), (2, 4)])
     check_alone(either, 2, 1, 9)  # alone in its pass, but others hold tokens
     assert either.apart is None
@@ -248,23 +221,8 @@ def test_one_goes_to_a_context_of_its_own_and_back(either: SequencesOrOne) -> No
     state = either[2].export_state()
     either.truncate(2, 0)
     either[1].import_state(state)  # alone: where it is to be computed
-    assert either.apart == 1
+    assert either.apart is either[1]
     check_alone(either, 1, 2)
-
-
-def test_without_memory_for_a_context_of_its_own_all_lie_together(
-    either: SequencesOrOne, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> Context:
-        raise EngineError("not enough memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(either.model, "new_context", full)
-        either[0].decode(some_tokens(20), "none")
-    check_alone(either, 0, 1)
-    either[0].import_state(either[0].export_state())
-    check_alone(either, 0, 2)
-    assert either.apart is None
 
 
 def test_what_cannot_go_back_stays(either: SequencesOrOne, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,10 +231,10 @@ def test_what_cannot_go_back_stays(either: SequencesOrOne, monkeypatch: pytest.M
 
     either[0].decode(some_tokens(20), "none")
     with monkeypatch.context() as patch:
-        patch.setattr(batch_module, "restore", refuses)
+        patch.setattr(model_module, "restore", refuses)
         with pytest.raises(EngineError, match="rejected"):
             either.decode([Piece(0, [5]), Piece(1, [6])])
-    assert (either[0].n_past, either[1].n_past, either.apart) == (20, 0, 0)
+    assert (either[0].n_past, either[1].n_past, either.apart) == (20, 0, either[0])
     check_alone(either, 0, 1)
     check_feeding(either.model, either, [(0, 4), (1, 4)])
 

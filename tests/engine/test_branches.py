@@ -42,7 +42,7 @@ def test_where_rows_are_dear_drafts_are_chains(engine: str, tiny: TinyFiles, mon
 def test_an_engine_that_is_wrong_drafts_chains_and_says_so(
     engine: str, tiny: TinyFiles, flat: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trust_module, "check_branches", lambda model: 0.5)
+    monkeypatch.setattr(trust_module, "check_branches", lambda model: trust_module.Agreement(0.5, 0.0))
     with LLM(tiny.quick.target, draft=["ngram"], backend=engine, n_ctx=128, n_threads=1) as llm:
         assert "gives wrong results for branching drafts" in str(llm.run(lambda pair: pair.why_chains))
         assert not llm.run(lambda pair: pair.context.can_branch)

@@ -144,7 +144,7 @@ class WaitingModel(Model):
         mass = self.masses[which] / max(1.0 - sum(ranks.values()), 1e-3)
         return which, {token: math.log(probability * mass) for token, probability in ranks.items()}
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> Context:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> Context:
         return WaitingContext(self, n_ctx, hidden)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,8 @@ N_BATCH = 512  # most tokens in one call of the engine; longer inputs are fed in
 N_UBATCH = 256
 """Tokens the engine computes together. Twice that costs 150 MB more for a 152k vocabulary and gains no prefill speed
 on CPUs."""
+
+MOST_ROWS = 64  # most rows of a pass whose largest logits can be had; llama.cpp wants to know when a context is made
 
 MAX_SEQUENCES = 64  # llama.cpp takes 64 without saying that it was compiled for more
 
@@ -75,37 +76,30 @@ class Placed:
             if buffer not in places.buffers or buffer not in reached:
                 names = ", ".join(name for name in places.buffers if name in reached)
                 raise UsageError(f"--override-tensor {pattern}={buffer}: the model uses the buffers {names}")
-        self._devices = self._overrides = self._shares = None
+        # Fields of ``llama_model_params``; a pointer keeps what it points to.
+        one = {"split_mode": placement.split_mode and _SPLIT[placement.split_mode], "main_gpu": placement.main_gpu}
+        self._params: dict[str, Any] = {name: value for name, value in one.items() if value is not None}
         if placement.device is not None or placement.rpc:
             handles = [place.handle for place in self.used]
-            self._devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+            devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+            self._params["devices"] = ctypes.cast(devices, ctypes.c_void_p)
         if overrides:
             rows = [_Override(pattern.encode(), places.buffers[buffer]) for pattern, buffer in overrides]
-            self._overrides = (_Override * (len(rows) + 1))(*rows, _Override(None, None))
-        if placement.tensor_split:
-            self._shares = (ctypes.c_float * max(places.most, len(placement.tensor_split)))(*placement.tensor_split)
+            table = (_Override * (len(rows) + 1))(*rows, _Override(None, None))
+            self._params["tensor_buft_overrides"] = ctypes.cast(table, ctypes.c_void_p)
+        if shares := placement.tensor_split:
+            split = (ctypes.c_float * max(places.most, len(shares)))(*shares)
+            self._params["tensor_split"] = ctypes.cast(split, ctypes.POINTER(ctypes.c_float))
+        self.keeps_some = bool(overrides)  # whether some tensors were told to stay on the CPU
 
     @property
     def lost(self) -> str | None:
         """Why a device is gone; None while all are there."""
         return next((link.lost for link in self.links if link.lost is not None), None)
 
-    @property
-    def keeps_some(self) -> bool:
-        """Whether some tensors were told to stay on the CPU."""
-        return self._overrides is not None
-
     def fill(self, params: Any) -> None:
-        if self.placement.split_mode is not None:
-            params.split_mode = _SPLIT[self.placement.split_mode]
-        if self.placement.main_gpu is not None:
-            params.main_gpu = self.placement.main_gpu
-        if self._devices is not None:
-            params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
-        if self._overrides is not None:
-            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
-        if self._shares is not None:
-            params.tensor_split = ctypes.cast(self._shares, ctypes.POINTER(ctypes.c_float))
+        for name, value in self._params.items():
+            setattr(params, name, value)
 
 
 def _used(placement: Placement, places: Places, engine: str) -> list[Place]:
@@ -137,8 +131,11 @@ def _used(placement: Placement, places: Places, engine: str) -> list[Place]:
 # -- the functions -----------------------------------------------------------------------------------------------------
 
 
-class Binding(ABC):
-    """The C functions of one engine. Handles are opaque integers; 0 or None means failure."""
+class Binding:
+    """The C functions of one engine, by llama.cpp's names; ik_llama.cpp, which keeps an older API, overrides some.
+
+    Handles are opaque integers; 0 or None means failure.
+    """
 
     name: str  # the engine's, in the catalogue
     # Of the package, and a digest of its libraries: builds of one version differ in speed and in what they get wrong.
@@ -147,29 +144,38 @@ class Binding(ABC):
     api: Any  # the module that has the structs and the functions that take them
     tensors: TensorFunctions
     gpu = False  # whether it was built for one
-    state_flags: tuple[int, ...] = ()  # last arguments of the functions that save a sequence, where there are any
+    state_suffix = ""  # of the functions that save a sequence, whose last arguments are flags
     saves_recurrent = False  # whether what cannot be rewound can be saved without keys and values
     alignment = 1  # of tensors in the file [bytes]; more for an engine that computes from the mapped file
     keeps_rows = False  # see ``Capabilities``
     finds_best = False
     token_before_floats = False  # whether a context must have decoded a single token before it is fed with floats
     batches_kv_types = True  # whether a memory of several sequences may be of any type; else it is f16
+    refusal: str  # what is said of a file that a process which tried it did not live through
+    tries_several = False  # whether several sequences, and trees, of unfamiliar files have to be tried too
     unshared: frozenset[str] = frozenset()  # architectures whose memory can be cut, but its rows not be shared
 
-    @abstractmethod
     def set_model_options(self, params: Any) -> None:
         """Fill in what this engine alone has in ``llama_model_params``."""
 
-    @abstractmethod
     def set_context_options(self, params: Any, n_sequences: int, branches: bool = False) -> None:
         """Fill in what this engine alone has in ``llama_context_params``."""
+        params.n_seq_max = MAX_SEQUENCES if branches else n_sequences
+        # Else rows are computed in another order than they are fed in, and no sequence may have the room of another.
+        params.kv_unified = n_sequences > 1 or branches
+        params.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_AUTO
+        # A sliding-window cache that keeps only its window cannot take rejected tokens back out.
+        params.swa_full = True
+        params.no_perf = True
+        if self.finds_best and n_sequences == 1:
+            params.n_outputs_max_per_seq = MOST_ROWS
 
-    def check_room(self) -> None:  # noqa: B027
+    def check_room(self) -> None:
         """EngineError where the engine can hold no more weights or contexts in this process, whatever the memory."""
 
-    @abstractmethod
     def places(self, placement: Placement) -> Places:
         """Where weights can be put, the servers that a placement names among them."""
+        raise NotImplementedError
 
     def load_model(
         self,
@@ -194,75 +200,61 @@ class Binding(ABC):
         handle: int | None = self.api.llama_model_load_from_file(os.fsencode(path), params)
         return handle
 
-    @abstractmethod
-    def free_model(self, model: int) -> None: ...
+    def free_model(self, model: int) -> None:
+        self.api.llama_model_free(model)
 
     def new_context(
-        self,
-        model: int,
-        n_ctx: int,
-        n_threads: int,
-        kv_type: int,
-        n_sequences: int = 1,
-        *,
-        branches: bool = False,
-        evaluate: Any = None,
-        n_snapshots: int = 0,
+        self, model: int, n_threads: int, n_sequences: int = 1, *, branches: bool = False, **fields: Any
     ) -> int | None:
-        """A context for so many sequences, or with ``branches`` for ``MAX_SEQUENCES``; see ``LlamaPasses``.
+        """A context for so many sequences, or with ``branches`` for ``MAX_SEQUENCES``.
 
-        ``evaluate`` is asked about each node of its passes, and must live as long as the context.
+        ``fields`` are further ones of ``llama_context_params``; what they point to must live as long as the context.
         """
         self.check_room()
         params = self.api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, N_BATCH, N_UBATCH
         params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = kv_type
-        if evaluate is not None:
-            params.cb_eval = evaluate
         self.set_context_options(params, n_sequences, branches)
-        if n_snapshots:
-            params.n_rs_seq = n_snapshots
-        handle: int | None = self.api.llama_init_from_model(model, params)
-        return handle
-
-    def n_snapshots(self, ctx: int) -> int:
-        """How many tokens of a pass, but for its first, can be taken back from a memory that cannot be rewound."""
-        return 0
-
-    def new_embedding_context(self, model: int, n_ctx: int, n_threads: int, pooling: int) -> int | None:
-        """A context that computes a text's embedding, in one pass, since every token may see all others."""
-        self.check_room()
-        params = self.api.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = n_ctx
-        params.n_threads = params.n_threads_batch = n_threads
-        self.set_context_options(params, 1)
-        params.embeddings, params.pooling_type = True, pooling
+        for name, value in fields.items():
+            setattr(params, name, value)
         handle: int | None = self.api.llama_init_from_model(model, params)
         return handle
 
     def free_context(self, ctx: int) -> None:
         self.api.llama_free(ctx)
 
-    @abstractmethod
+    def n_snapshots(self, ctx: int) -> int:
+        """How many tokens of a pass, but for its first, can be taken back from a memory that cannot be rewound."""
+        return int(self.lib.llama_n_rs_seq(ctx))
+
     def remove(self, ctx: int, start: int, sequence: int = 0) -> bool:
         """Drop all rows of a sequence from position ``start``; False when this memory cannot, or has lost rows that
         the next one looks at."""
+        removed = self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(ctx), sequence, start, -1)
+        return bool(removed) and self.holds(ctx, start, sequence)
 
-    @abstractmethod
     def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
         """Let a sequence have the rows of another from position ``start`` to n, too."""
+        self.lib.llama_memory_seq_cp(self.lib.llama_get_memory(ctx), source, target, start, n)
 
     def holds(self, ctx: int, n: int, sequence: int = 0) -> bool:
-        """Whether a sequence of n rows has all that the next one looks at."""
-        return True
+        """Whether a sequence of n rows has all that the next one looks at: layers with a window leave out of a saved
+        state what lies before it, and give such cells to other sequences."""
+        window = self.window(ctx)
+        if not window or not n:
+            return True
+        first = self.lib.llama_memory_seq_pos_min(self.lib.llama_get_memory(ctx), sequence)
+        return bool(0 <= first <= max(0, n - window))
 
     def window(self, ctx: int) -> int:
         """Positions that a layer looks back over, where the memory gives away what lies before; else 0."""
-        return 0
+        return int(self.lib.llama_model_n_swa(self.lib.llama_get_model(ctx)))
 
-    @abstractmethod
-    def clear(self, ctx: int) -> None: ...
+    def clear(self, ctx: int) -> None:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(ctx), True)
+
+    def is_familiar(self, gguf: GGUFFile) -> bool:
+        """Whether the engine is known to live through a file of its kind; others are tried first, see ``trial``."""
+        raise NotImplementedError
 
     def has_mtp(self, gguf: GGUFFile) -> bool:
         """Whether a file has a layer for multi-token prediction that this engine computes."""
@@ -276,7 +268,7 @@ class Binding(ABC):
         """Have the next pass first move rows together; False for an engine that needs no free cells side by side."""
         return False
 
-    def close_gaps(self, ctx: int, n: int) -> None:  # noqa: B027
+    def close_gaps(self, ctx: int, n: int) -> None:
         """Move rows together after n were taken from a memory of several sequences, where an engine needs that."""
 
     def takes_several(self, kv_type: str) -> bool:
@@ -291,13 +283,13 @@ class Binding(ABC):
         """Undo ``by_rows``."""
         return state
 
-    @abstractmethod
     def is_recurrent(self, model: int) -> bool:
         """Whether the memory holds a state that cannot be rewound (recurrent and hybrid models)."""
+        return bool(self.lib.llama_model_is_recurrent(model) or self.lib.llama_model_is_hybrid(model))
 
-    @abstractmethod
     def tokenizer(self, model: int) -> int:
         """The handle that ``llama_tokenize`` takes."""
+        return int(self.lib.llama_model_get_vocab(model))
 
     def tokenize(self, model: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
         handle, size = self.tokenizer(model), len(text) + 8
@@ -308,8 +300,8 @@ class Binding(ABC):
                 return list(buffer[:n])
             size = -n
 
-    @abstractmethod
-    def n_vocab(self, model: int) -> int: ...
+    def n_vocab(self, model: int) -> int:
+        return int(self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(model)))
 
     def computes(self, tensor: TensorInfo) -> bool:
         """Whether the engine survives a tensor of this type and size; one that refuses the others itself says yes."""

@@ -64,7 +64,9 @@ class EmbeddingModel:
         if not model:
             raise UnsupportedModel(f"{self.backend} could not load {path.name}; use --verbose for engine output")
         n_threads = n_threads or default_threads()
-        context = self._binding.new_embedding_context(model, self.n_ctx, n_threads, self._pooling)
+        fields = {"n_ctx": self.n_ctx, "n_batch": self.n_ctx, "n_ubatch": self.n_ctx}  # a text is one pass
+        fields |= {"embeddings": True, "pooling_type": self._pooling}
+        context = self._binding.new_context(model, n_threads, branches=False, **fields)
         if not context:
             self._binding.free_model(model)
             raise EngineError(f"not enough memory for texts of {self.n_ctx} tokens; use a smaller --ctx")

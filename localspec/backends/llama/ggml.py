@@ -7,8 +7,9 @@ import hashlib
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +58,24 @@ class Ggml:
     def __init__(self) -> None:
         import llama_cpp
 
-        self._libraries = [llama_cpp.llama_cpp._lib]
-        # Where a library does not show what those have that it needs, they are opened too: they are loaded already.
-        if not hasattr(self._libraries[0], "ggml_backend_dev_count"):
-            folder = Path(llama_cpp.__file__).parent / "lib"
-            self._libraries += [_library(folder, name) for name in ("ggml", "ggml-base")]
+        self._library = llama_cpp.llama_cpp._lib
         self._functions = {name: self.bind(f"ggml_backend_{name}", *types) for name, types in _FUNCTIONS.items()}
 
     def bind(self, name: str, arguments: list[Any], result: Any) -> Any:
-        library = next((each for each in self._libraries if hasattr(each, name)), self._libraries[0])
-        return ctypes.CFUNCTYPE(result, *arguments)((name, library))
+        return ctypes.CFUNCTYPE(result, *arguments)((name, exporting(self._library, name)))
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_functions"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+        return self.__dict__["_functions"][name]
 
     def devices(self) -> list[GgmlDevice]:
         """The devices of this machine, the CPU too."""
         return [self.describe(self.dev_get(i)) for i in range(self.dev_count())]
+
+    def gpus(self) -> list[GgmlDevice]:
+        """Where there is a GPU with memory of its own, llama.cpp leaves the one in the processor alone."""
+        found = self.devices()
+        own = [each for each in found if each.kind == GPU]
+        return own or [each for each in found if each.kind == INTEGRATED]
 
     def describe(self, handle: int) -> GgmlDevice:
         name, description = (_text(read(handle)) for read in (self.dev_name, self.dev_description))
@@ -96,13 +95,26 @@ class Ggml:
         return _text(self.buft_name(buffer))
 
 
+def rows_at(pointer: Any, n: int, width: int, kind: Any = ctypes.c_float) -> npt.NDArray[Any] | None:
+    """The memory that a pointer points to, as rows [n, width]; None where it is null."""
+    address = ctypes.cast(pointer, ctypes.c_void_p).value
+    return np.ctypeslib.as_array((kind * width * n).from_address(address)) if address else None
+
+
 def _text(raw: bytes | None) -> str:
     return (raw or b"").decode("utf-8", "replace")
 
 
-def _library(folder: Path, name: str) -> ctypes.CDLL:
-    names = {"darwin": f"lib{name}.dylib", "win32": f"{name}.dll"}
-    return ctypes.CDLL(str(folder / names.get(sys.platform, f"lib{name}.so")))
+def exporting(library: ctypes.CDLL, function: str) -> ctypes.CDLL:
+    """The library that has one of ggml's functions: the engine's own, which on most systems shows what those have that
+    it needs, or one of ggml's beside it. OSError where none has it."""
+    folder = Path(library._name).parent
+    beside = (path for name in ("ggml", "ggml-base") for path in folder.glob(f"*{name}.*"))
+    others = (ctypes.CDLL(str(path)) for path in beside if path.suffix in (".so", ".dylib", ".dll"))  # loaded already
+    for each in chain([library], others):
+        if hasattr(each, function):
+            return each
+    raise OSError(f"no library in {folder} has {function}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +140,20 @@ def metal_gpu() -> list[Device] | None:
         return None
 
 
-def used_gpus(devices: Sequence[tuple[int, Device]]) -> list[Device]:
-    """Those of ggml's devices that llama.cpp puts layers on."""
-    # Where there is a GPU with memory of its own, it leaves the one in the processor alone.
-    chosen = [found for kind, found in devices if kind == GPU] or [f for kind, f in devices if kind == INTEGRATED]
-    return [found for found in chosen if found.total_bytes > 0]
-
-
-def ggml_devices() -> list[tuple[int, Device]] | None:
-    """All devices of ggml in llama-cpp-python, the CPU too, with ggml's number for their type."""
+def llama_gpus() -> list[Device] | None:
+    """The GPUs that llama.cpp puts layers on; None where llama-cpp-python has another layout: they work, only their
+    memory stays unknown."""
     found = []
     try:
         ggml = Ggml()
-        for each in ggml.devices():
-            is_mac = each.name.startswith("Metal") or (sys.platform == "darwin" and each.kind == GPU)
-            memory = ggml.memory(each.handle)
-            found.append((each.kind, Device(each.name, each.description, *memory, is_mac or each.kind == INTEGRATED)))
+        for each in ggml.gpus():
+            free, total = ggml.memory(each.handle)
+            is_shared = each.kind == INTEGRATED or each.name.startswith("Metal") or sys.platform == "darwin"
+            if total > 0:
+                found.append(Device(each.name, each.description, free, total, is_shared))
         return found
     except (ImportError, OSError, AttributeError):
-        return None  # another layout of the package: the GPU works, only its memory stays unknown
+        return None
 
 
 # -- builds of an engine -----------------------------------------------------------------------------------------------
@@ -189,7 +196,7 @@ def system_info(library: Any) -> str:
     function = library.llama_print_system_info
     if isinstance(library, ctypes.CDLL):
         function.argtypes, function.restype = [], ctypes.c_char_p
-    return (function() or b"").decode("utf-8", "replace")
+    return _text(function())
 
 
 def built_for(system_info: str) -> list[str]:
@@ -246,13 +253,11 @@ class EngineLog:
 
     def write(self, text: bytes | None) -> None:
         """Called by an engine, from any of its threads; must never raise into C."""
-        try:
-            message = (text or b"").decode("utf-8", "replace")
+        with suppress(Exception):  # the caller is C code, which cannot catch it
+            message = _text(text)
             self.recent.append(message)
             if self.verbose:
                 sys.stderr.write(message)
-        except Exception:  # the caller is C code, which cannot catch it
-            return
 
 
 engine_log = EngineLog()
@@ -269,25 +274,13 @@ engine_log = EngineLog()
 Flags = npt.NDArray[np.bool_]
 
 
-def ggml_library(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library that has ggml's functions: the engine's own, which shows what those have that it needs, except on
-    Windows. OSError where there is none in its folder."""
-    if hasattr(library, "ggml_get_name"):
-        return library
-    folder = Path(library._name).parent
-    for name in ("ggml-base.dll", "ggml.dll"):
-        if (folder / name).is_file() and hasattr(found := ctypes.CDLL(str(folder / name)), "ggml_get_name"):
-            return found
-    raise OSError(f"no library in {folder} exports ggml's functions")
-
-
 class TensorFunctions:
     """ggml's functions that say what a tensor is, in the engine's library; ``callback_type`` is ctypes' type of an
     evaluation callback: (tensor, whether it asks, data) -> bool."""
 
     def __init__(self, library: ctypes.CDLL, callback_type: Any) -> None:
         self.callback_type = callback_type
-        self.library = library = ggml_library(library)
+        self.library = library = exporting(library, "ggml_get_name")
         # They return at once: to let go of the GIL for them would cost more than they do.
         quick = ctypes.PyDLL(library._name, handle=library._handle)
         tensor = ctypes.c_void_p

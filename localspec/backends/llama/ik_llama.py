@@ -10,8 +10,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,28 +19,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from localspec.backends.base import Progress
 from localspec.backends.llama.binding import Binding, Bytes, Place, Places
 from localspec.backends.llama.ggml import (
     TensorFunctions,
     built_for,
     digest,
     engine_log,
+    exporting,
     foreign_features,
-    ggml_library,
     system_info,
 )
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.placement import Placement
 from localspec.backends.soundness import has_usual_sizes
-from localspec.errors import EngineError, EngineUnavailable, UnsupportedModel, UsageError
+from localspec.errors import EngineError, EngineUnavailable, UsageError
 from localspec.model_files.gguf import GGUFFile, TensorInfo
-from localspec.model_files.kv_memory import check_kv_type
 from localspec.system.files import home
 from localspec.system.machine import (
     cpu_features,
     cpu_flags,
-    default_threads,
     missing_cpu_features,
     prepare_threads,
 )
@@ -64,60 +60,53 @@ from localspec.system.machine import (
 _ELEMENT = 2  # bytes of a value: a memory of several sequences is of 16 bits
 
 
-class _Reader:
-    def __init__(self, state: Bytes) -> None:
-        self._state, self._at = state, 0
-
-    def bytes(self, n: int) -> Bytes:
-        if not 0 <= n <= len(self._state) - self._at:
-            raise EngineError("the saved state is cut short")
-        self._at += n
-        return self._state[self._at - n : self._at]
-
-    def number(self, dtype: str = "<i4") -> int:
-        return int(self.bytes(np.dtype(dtype).itemsize).view(dtype)[0])
-
-    def rest(self) -> Bytes:
-        return self._state[self._at :]
-
-
 def _rewritten(state: Bytes, *, transposed: bool) -> Bytes:
     """The other one of a record with values ``transposed`` or not; EngineError where it is none, or quantised."""
-    reader, found = _Reader(state), list[Bytes]()
+    at, found = 0, list[Bytes]()
+
+    def read(n: int) -> Bytes:
+        nonlocal at
+        if not 0 <= n <= len(state) - at:
+            raise EngineError("the saved state is cut short")
+        at += n
+        return state[at - n : at]
+
+    def number(dtype: str = "<i4") -> int:
+        return int(read(np.dtype(dtype).itemsize).view(dtype)[0])
 
     def say(*numbers: int, dtype: str = "<i4") -> None:
         found.append(np.array(numbers, dtype=dtype).view(np.uint8))
 
-    n = reader.number()
-    cells = reader.bytes(8 * n).reshape(n, 8)
+    n = number()
+    cells = read(8 * n).reshape(n, 8)
     order = np.argsort(np.ascontiguousarray(cells[:, :4]).view("<i4")[:, 0], kind="stable")
-    if reader.number() != transposed:
+    if number() != transposed:
         raise EngineError("the saved state stores its values in another order")
-    n_layers = reader.number()
+    n_layers = number()
     say(n)
     found.append(cells[order].reshape(-1))
     say(not transposed, n_layers)
     for _ in range(n_layers):
-        say(reader.number())
-        row = reader.number("<i8")
+        say(number())
+        row = number("<i8")
         say(row, dtype="<i8")
-        found.append(_bytes(reader.bytes(n * row).reshape(n, row)[order]))
+        found.append(_bytes(read(n * row).reshape(n, row)[order]))
     for _ in range(n_layers):
-        kind = reader.number()
+        kind = number()
         say(kind)
         if transposed:
-            element, n_channels = reader.number(), reader.number()
+            element, n_channels = number(), number()
             say(element * n_channels, dtype="<i8")
-            columns = reader.bytes(element * n_channels * n).view(f"V{max(1, element)}").reshape(n_channels, n)
+            columns = read(element * n_channels * n).view(f"V{max(1, element)}").reshape(n_channels, n)
             found.append(_bytes(columns.T[order]))
         else:
-            row = reader.number("<i8")
+            row = number("<i8")
             if kind not in (-1, 1) or row % _ELEMENT:
                 raise EngineError("a state with quantised values does not fit a memory of several sequences")
             say(_ELEMENT if row else 0, row // _ELEMENT)
-            rows = reader.bytes(n * row).view(f"V{_ELEMENT}").reshape(n, row // _ELEMENT)
+            rows = read(n * row).view(f"V{_ELEMENT}").reshape(n, row // _ELEMENT)
             found.append(_bytes(rows[order].T))
-    return np.concatenate([*found, reader.rest()])
+    return np.concatenate([*found, state[at:]])
 
 
 def _bytes(array: Any) -> Bytes:
@@ -131,10 +120,8 @@ FAMILIAR = {
     "command-r", "deci", "falcon", "gemma", "gptneox", "internlm2", "llama", "minicpm", "olmo", "phi2", "qwen", "qwen2",
     "qwen2moe", "qwen3", "qwen3moe", "refact", "stablelm", "xverse",
 }  # fmt: skip
-"""Architectures that were run on files of many sizes; others, and narrow sliding windows, are tried in another process
-first (see ``trial``)."""
+"""Architectures that were run on files of many sizes; others are tried in another process first (see ``trial``)."""
 
-WIDE_WINDOW = 512
 _FAMILIAR_TYPES = {
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS",
@@ -218,14 +205,6 @@ def _imported() -> tuple[Any, ctypes.CDLL | None]:
     return api, loaded
 
 
-_OF_GGML = (
-    "ggml_blck_size",
-    "ggml_backend_reg_get_count",
-    "ggml_backend_reg_get_default_buffer_type",
-    "ggml_backend_buft_name",
-)
-"""Functions of another library than the rest, which on Windows has to be said."""
-
 _ALL_LAYERS = 9999  # of its GPU layers there is no number that stands for all
 
 _MOVED_AT_ONCE = 100  # rows that one round of its defragmentation moves at least; of a model of 28 layers it moves 390
@@ -246,9 +225,13 @@ class IkLlamaBinding(Binding):
     name = NAME
     keeps_rows = True
     repacks = True  # False maps a file instead of reading and repacking all of it
+    tries_several = True
+    refusal = (
+        f"{NAME} {VERSION} does not compute this {{architecture!r}} model; use --backend llama-cpp "
+        "(pip install 'localspec[llama-cpp]')"
+    )
     token_before_floats = True  # of its first pass of one row it looks at the token, which floats have none of
     batches_kv_types = False  # without flash attention the values are not quantised
-    state_flags = (0,)  # left out, it is whatever the register holds: at times "no keys and values"
 
     def __init__(self) -> None:
         try:
@@ -268,11 +251,7 @@ class IkLlamaBinding(Binding):
         prepare_threads()
         try:
             api, self._base = _imported()
-
-            lib = api._lib
-            ggml = ggml_library(lib)
-            for name in _OF_GGML:
-                setattr(lib, name, getattr(ggml, name))
+            lib, ggml = api._lib, exporting(api._lib, "ggml_init")
         except (OSError, ImportError, AttributeError) as error:
             hint = "; it needs Microsoft's Visual C++ Redistributable (x64)" if sys.platform == "win32" else ""
             raise EngineUnavailable(f"ik-llama-cpp-python cannot load its library: {error}{hint}") from None
@@ -294,6 +273,8 @@ class IkLlamaBinding(Binding):
             ("llama_synchronize", [pointer], None),
             ("llama_get_logits", [pointer], pointer),
             ("llama_n_vocab", [pointer], i32),
+            ("ggml_init", [_InitParams], pointer),
+            ("ggml_free", [pointer], None),
             ("ggml_blck_size", [ctypes.c_int], ctypes.c_int64),
             ("llama_max_devices", [], size_t),
             ("ggml_backend_reg_get_count", [], size_t),
@@ -305,11 +286,10 @@ class IkLlamaBinding(Binding):
             ("llama_state_seq_get_data", [pointer, pointer, size_t, i32, u32], size_t),
             ("llama_state_seq_set_data", [pointer, pointer, size_t, i32, u32], size_t),
         ):
-            function = getattr(lib, name)
+            function = getattr(ggml if name.startswith("ggml") else lib, name)
+            setattr(lib, name, function)  # on Windows that of another library
             function.argtypes, function.restype = argtypes, restype
-        ggml.ggml_init.argtypes, ggml.ggml_init.restype = [_InitParams], pointer
-        ggml.ggml_free.argtypes, ggml.ggml_free.restype = [pointer], None
-        self._ggml, self._counting = ggml, Lock()
+        self._counting = Lock()
         self._check_structs()
         self.gpu = lib.ggml_backend_reg_get_count() > 1  # never in a wheel
         self.tensors = TensorFunctions(lib, api.ggml_backend_sched_eval_callback)
@@ -328,6 +308,12 @@ class IkLlamaBinding(Binding):
                 f"the library in ik-llama-cpp-python {VERSION} has another layout than its bindings; reinstall it"
             )
 
+    def is_familiar(self, gguf: GGUFFile) -> bool:
+        window, types = gguf.field("attention.sliding_window", 0), {each.type_name for each in gguf.tensors.values()}
+        if not has_usual_sizes(gguf) or not types <= _FAMILIAR_TYPES or not isinstance(window, int):
+            return False
+        return gguf.architecture == "gemma3" if window else gguf.architecture in FAMILIAR  # a usual one is wide
+
     def set_model_options(self, params: Any) -> None:
         # Repacked rows are what makes wide passes cheap; they cannot be shared with the file's pages.
         params.use_mmap = not self.repacks
@@ -335,9 +321,9 @@ class IkLlamaBinding(Binding):
 
     def check_room(self) -> None:
         with self._counting:
-            made = [self._ggml.ggml_init(_InitParams(1024, None, True)) for _ in range(_N_SPARE)]
+            made = [self.lib.ggml_init(_InitParams(1024, None, True)) for _ in range(_N_SPARE)]
             for each in filter(None, made):
-                self._ggml.ggml_free(each)
+                self.lib.ggml_free(each)
         if not all(made):
             raise EngineError(
                 f"ik-llama can hold no more models and contexts in one process (its limit is {_N_OBJECTS} ggml "
@@ -368,6 +354,9 @@ class IkLlamaBinding(Binding):
 
     def copy(self, ctx: int, source: int, target: int, n: int, start: int = 0) -> None:
         self.lib.llama_kv_cache_seq_cp(ctx, source, target, start, n)
+
+    def window(self, ctx: int) -> int:
+        return 0  # it gives nothing away
 
     def by_rows(self, state: Bytes) -> Bytes:
         return _rewritten(state, transposed=True)
@@ -415,72 +404,21 @@ def binding() -> IkLlamaBinding:
     return IkLlamaBinding()
 
 
-def load(
-    path: Path | str,
-    *,
-    n_threads: int | None = None,
-    n_gpu_layers: int | None = None,
-    kv_type: str = "f16",
-    progress: Progress | None = None,
-    placement: Placement | None = None,
-) -> LlamaModel:
+def load(path: Path | str, *, n_gpu_layers: int | None = None, **options: Any) -> LlamaModel:
     """Load a GGUF with ik_llama.cpp, its rows repacked for wide passes; see ``backends.registry``.
 
+    The options are those of ``LlamaWeights``.
+
     Raises:
-        UnsupportedModel: it would end the process; see ``trial``.
         UsageError: layers on a GPU are asked for, which its wheels do not have.
     """
-    if n_gpu_layers and not binding().gpu:
+    engine = binding()
+    if n_gpu_layers and not engine.gpu:
         raise UsageError("ik-llama's wheels run on the CPU only; use --backend llama-cpp for --gpu-layers")
-    if kv_type == "f32":
+    if options.get("kv_type") == "f32":
         # Its flash attention aborts the whole process on a KV cache of F32.
         raise UsageError("ik-llama has no KV cache of type f32; use f16, q8_0 or q4_0")
-    path, n_threads, engine = Path(path), n_threads or default_threads(), binding()
-    with GGUFFile(path) as gguf:
-        if not gguf.has_rows_only:
-            gguf.check_generates_text()
-        check_kv_type(gguf, kv_type)
-        architecture, familiar = gguf.architecture, is_familiar(gguf)
-    survives: Callable[..., bool] | None = None
-    if not familiar:
-        from localspec.backends import trial
-
-        survives = partial(trial.survives, path, f"{NAME} {engine.version}", kv_type, n_threads)
-        if not survives(progress):
-            raise UnsupportedModel(
-                f"{path.name}: {NAME} {VERSION} does not compute this {architecture!r} model; use --backend "
-                "llama-cpp (pip install 'localspec[llama-cpp]')"
-            )
+    if options.get("is_trial"):
+        engine.repacks = False  # which takes longer than what is tried
     layers = (_ALL_LAYERS if engine.gpu else 0) if n_gpu_layers is None else n_gpu_layers
-    model = LlamaModel(
-        engine,
-        path,
-        n_threads=n_threads,
-        n_gpu_layers=_ALL_LAYERS if layers < 0 else layers,
-        kv_type=kv_type,
-        placement=placement,
-        progress=progress,
-    )
-    if survives is not None:
-        model.survives_several = partial(survives, several=True)
-    return model
-
-
-def is_familiar(gguf: GGUFFile) -> bool:
-    """Whether a file is of a kind that ik-llama is known to live through."""
-    window = gguf.field("attention.sliding_window", 0)
-    return (
-        has_usual_sizes(gguf)
-        and {tensor.type_name for tensor in gguf.tensors.values()} <= _FAMILIAR_TYPES
-        and isinstance(window, int)
-        and (
-            (gguf.architecture in FAMILIAR and not window) or (gguf.architecture == "gemma3" and window >= WIDE_WINDOW)
-        )
-    )
-
-
-def open_untried(path: Path, *, n_threads: int, kv_type: str) -> LlamaModel:
-    """Load a file whatever that may do to the process, which does nothing else."""
-    engine = binding()
-    engine.repacks = False
-    return LlamaModel(engine, path, n_threads=n_threads, kv_type=kv_type)
+    return LlamaModel(engine, Path(path), n_gpu_layers=_ALL_LAYERS if layers < 0 else layers, **options)

@@ -16,13 +16,11 @@ import numpy as np
 
 from localspec.backends.base import NEXTN, Context, ContextState, FloatArray, Forward, Model, TokenIds, Wanted, joined
 from localspec.backends.best_rows import by_token, n_looked_for
-from localspec.backends.llama.binding import MAX_SEQUENCES, N_BATCH, N_UBATCH, Binding, Bytes
-from localspec.backends.llama.ggml import Flags, StateTap, ggml_devices, used_gpus
+from localspec.backends.llama.binding import MAX_SEQUENCES, MOST_ROWS, N_BATCH, N_UBATCH, Binding, Bytes
+from localspec.backends.llama.ggml import Flags, StateTap, llama_gpus, rows_at
 from localspec.backends.llama.staging import staging
 from localspec.backends.llama.weights import LlamaWeights
-from localspec.errors import Cancelled, EngineError
-
-MOST_ROWS = 64  # most rows of a pass whose largest logits can be had; the engine wants to know when a context is made
+from localspec.errors import EngineError
 
 _MARGIN = 256 << 20
 
@@ -70,7 +68,7 @@ class BestLogits:
         if self._device == "cpu":
             return True
         wanted = 2 * N_UBATCH * self._n_vocab * 4 + _MARGIN
-        return all(gpu.free_bytes > wanted for gpu in used_gpus(ggml_devices() or []))
+        return all(gpu.free_bytes > wanted for gpu in llama_gpus() or [])
 
     def read(self, n_rows: int, first: int, n_best: int) -> tuple[FloatArray, TokenIds] | None:
         """``best_rows.by_token`` of the rows of the pass that was just run; the first is that of its token ``first``.
@@ -78,15 +76,13 @@ class BestLogits:
         None also where the device found none. After None passes give whole rows.
         """
         lib, n_vocab, k = self._lib, self._n_vocab, self.k
-        values = ctypes.cast(lib.llama_get_sampled_logits_ith(self._handle, first), ctypes.c_void_p).value
-        tokens = ctypes.cast(lib.llama_get_sampled_candidates_ith(self._handle, first), ctypes.c_void_p).value
-        if not values or not tokens or lib.llama_get_sampled_candidates_count_ith(self._handle, first) != k:
+        found = rows_at(lib.llama_get_sampled_logits_ith(self._handle, first), n_rows, n_vocab)
+        ids = rows_at(lib.llama_get_sampled_candidates_ith(self._handle, first), n_rows, n_vocab, ctypes.c_int32)
+        if found is None or ids is None or lib.llama_get_sampled_candidates_count_ith(self._handle, first) != k:
             self._refused = True
             self.leave()
             return None
-        found = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(values))[:, :k]
-        ids = np.ctypeslib.as_array((ctypes.c_int32 * n_vocab * n_rows).from_address(tokens))[:, :k]
-        best = by_token(found, ids, n_best)
+        best = by_token(found[:, :k], ids[:, :k], n_best)
         if best is None:
             self.leave()
         return best
@@ -157,7 +153,6 @@ class LlamaPasses:
         self,
         model: LlamaWeights,
         n_ctx: int,
-        n_threads: int,
         kv_type: str,
         hidden: Sequence[str] = (),
         n_sequences: int = 1,
@@ -168,12 +163,14 @@ class LlamaPasses:
         self._binding, self._model = model.binding, model
         tapped = [name for name in hidden if name != NEXTN]
         self.tap = StateTap(model.binding.tensors, tapped, model.n_layers, model.n_embd) if tapped else None
-        evaluate = self.tap.callback if self.tap is not None else None
         # Engines round the size up for their kernels; the extra room stays unused so that all count the same.
-        size = -(-n_ctx // 256) * 256
-        of = model.handle, size, n_threads, KV_TYPES[kv_type], n_sequences
-        new_context = partial(self._binding.new_context, *of, branches=branches, evaluate=evaluate)
-        handle = new_context(n_snapshots=n_snapshots) or (new_context() if n_snapshots else None)
+        fields: dict[str, Any] = {"n_ctx": -(-n_ctx // 256) * 256, "n_batch": N_BATCH, "n_ubatch": N_UBATCH}
+        fields |= dict.fromkeys(("type_k", "type_v"), KV_TYPES[kv_type])
+        fields |= {"cb_eval": self.tap.callback} if self.tap is not None else {}
+        make = partial(
+            self._binding.new_context, model.handle, model.n_threads, n_sequences, branches=branches, **fields
+        )
+        handle = make(n_rs_seq=n_snapshots) or make() if n_snapshots else make()
         if not handle:
             raise EngineError(
                 f"{model.engine} does not have enough memory for a context of {n_ctx} tokens; use a smaller --ctx"
@@ -191,7 +188,7 @@ class LlamaPasses:
         self._wanted_rows = as_array(self._batch.logits, (N_BATCH,))
         self._counts = as_array(self._batch.n_seq_id, (N_BATCH,))
         self._n_elsewhere = N_BATCH  # rows of the batch, from the first, that may name other sequences than the first
-        self._one_sequence = n_sequences == 1 and not branches
+        self.several = n_sequences > 1 or branches
         self._repeatable = model.capabilities.rollback == "exact"
         self._shapes: set[tuple[int, int, str | None]] = set()
         self._takes_floats = not model.binding.token_before_floats
@@ -214,7 +211,6 @@ class LlamaPasses:
         rows: PassRows,
         *,
         last: str | None = None,
-        interrupted: Callable[[], bool] | None = None,
         n_best: int = 0,
         begun: Callable[[], None] | None = None,
     ) -> Forward:
@@ -222,13 +218,11 @@ class LlamaPasses:
 
         Args:
             last: the hidden state after which to end.
-            interrupted: asked between calls.
             n_best: how many of the largest logits of each row are enough; 0 wants whole rows. Of one sequence.
             begun: called after each call of the engine, which may still be computing on a device.
 
         Raises:
             EngineError: the engine failed; rows before the failure are in the memory.
-            Cancelled: ``interrupted`` was true; rows before that are in the memory.
         """
         if not self.handle:
             raise EngineError(f"{self._model.path.name} is not loaded: a device was lost")
@@ -241,14 +235,16 @@ class LlamaPasses:
             self._decode_a_token(rows.positions[0], rows.sequences[0][0] if rows.sequences is not None else 0)
         forwards: list[Forward] = []
         # Only what is computed together can be ended together, or be tried again whole.
-        size = N_BATCH if last is None and self._one_sequence else N_UBATCH
-        for start in range(0, len(rows), size):
-            if start and interrupted is not None and interrupted():
-                raise Cancelled("decoding was stopped")
-            forward = self._call(rows.part(start, size), last, begun)
-            if len(rows) > size:
-                forward.logits = forward.logits.copy()
-            forwards.append(forward)
+        size = N_BATCH if last is None and not self.several else N_UBATCH
+        try:
+            for start in range(0, len(rows), size):
+                forward = self._call(rows.part(start, size), last, begun)
+                if len(rows) > size:
+                    forward.logits = forward.logits.copy()
+                forwards.append(forward)
+        except BaseException:
+            self.n_gaps += len(rows) if self.several else 0  # those that it came to will be removed
+            raise
         return joined(forwards)
 
     def _best_of(self, rows: PassRows, n_best: int, begun: Callable[[], None] | None) -> Forward | None:
@@ -273,16 +269,18 @@ class LlamaPasses:
             if begun is not None:
                 begun()
             return Forward(self._logits(n_rows), self._nextn(n))
-        shape, hidden = (n, n_rows, last), None
-        if rows.sequences is None and self._repeatable and shape in self._shapes:
-            hidden = self._decode_tapped(self.tap, batch, rows.wanted, False, last)
-            if hidden is None:
+        shape = n, n_rows, last
+        is_known = rows.sequences is None and self._repeatable and shape in self._shapes
+        for search in (False, True) if is_known else (True,):
+            with self.tap.armed(search=search, last=last):
+                self._decode(batch)
+                hidden = self.tap.states(rows.wanted, N_UBATCH)
+            if hidden is not None:
+                self._shapes.add(shape)
+                return Forward(self._logits(n_rows), hidden | ({} if last else self._nextn(n)))
+            if not search:
                 self._binding.remove(self.handle, rows.positions[0])
-        hidden = hidden or self._decode_tapped(self.tap, batch, rows.wanted, True, last)
-        if hidden is None:
-            raise EngineError(f"{self._model.engine} did not hand out the hidden states of {n} tokens")
-        self._shapes.add(shape)
-        return Forward(self._logits(n_rows), hidden | ({} if last else self._nextn(n)))
+        raise EngineError(f"{self._model.engine} did not hand out the hidden states of {n} tokens")
 
     def _filled(self, rows: PassRows) -> Any:
         n, batch = len(rows), self._batch
@@ -309,7 +307,7 @@ class LlamaPasses:
         started = time.perf_counter()
         for _ in range(_MOST_MOVES):
             status = self._binding.lib.llama_decode(self.handle, batch)
-            if status != _NO_SLOT or self._one_sequence or not self._binding.defragment(self.handle):
+            if status != _NO_SLOT or not self.several or not self._binding.defragment(self.handle):
                 break
         if self.tap is not None:
             self.tap.check()
@@ -318,14 +316,6 @@ class LlamaPasses:
             raise EngineError(f"{self._model.engine} failed to decode {batch.n_tokens} tokens ({reason})")
         if batch.n_tokens <= _SHORT:
             self._ms_to_begin.append((time.perf_counter() - started) * 1e3)
-
-    def _decode_tapped(
-        self, tap: StateTap, batch: Any, wanted: Flags, search: bool, last: str | None
-    ) -> dict[str, FloatArray] | None:
-        """The states, or None where one of them was missed."""
-        with tap.armed(search=search, last=last):
-            self._decode(batch)
-            return tap.states(wanted, N_UBATCH)
 
     def _nextn(self, n: int) -> dict[str, FloatArray]:
         """What a layer for multi-token prediction reads, after each of the last n tokens fed [n, n_embd]."""
@@ -337,12 +327,11 @@ class LlamaPasses:
             self._model.check_devices()
             return np.empty((0, n_vocab), dtype=np.float32)
         # This waits for a device to finish, so the time of the pass is the time until here.
-        address = ctypes.cast(self._binding.lib.llama_get_logits(self.handle), ctypes.c_void_p).value
+        found = rows_at(self._binding.lib.llama_get_logits(self.handle), n_rows, n_vocab)
         self._model.check_devices()
-        if not address:
+        if found is None:
             raise EngineError(f"{self._model.engine} returned no logits")
-        view: FloatArray = np.ctypeslib.as_array((ctypes.c_float * n_vocab * n_rows).from_address(address))
-        return view
+        return found
 
     def _decode_a_token(self, position: int, sequence: int) -> None:
         """Have the engine count a pass of a single token: it does once it waited for that alone."""
@@ -398,57 +387,31 @@ class LlamaPasses:
 
 # -- what the engine holds of a sequence, copied out and in; EngineError where it refuses ------------------------------
 
-_RECURRENT = 1  # llama.cpp's flag for what of a sequence cannot be rewound, without its keys and values
+RECURRENT = 1  # llama.cpp's flag for what of a sequence cannot be rewound, without its keys and values
 
 
-def save(model: LlamaWeights, ctx: int, sequence: int = 0) -> Bytes:
+def _state(binding: Binding, what: str, *arguments: Any) -> int:
+    return int(getattr(binding.lib, f"llama_state_seq_{what}{binding.state_suffix}")(*arguments))
+
+
+def state_bytes(binding: Binding, ctx: int, sequence: int = 0, flags: int = 0) -> int:
+    """Size of a record, or an upper bound of it [bytes]."""
+    return _state(binding, "get_size", ctx, sequence, flags)
+
+
+def save(model: LlamaWeights, ctx: int, sequence: int = 0, flags: int = 0) -> Bytes:
     """The engine's own record of a sequence."""
-    binding = model.binding
-    state: Bytes = np.empty(state_bytes(binding, ctx, sequence), dtype=np.uint8)
-    data = _address(state), state.nbytes, sequence, *binding.state_flags
-    return _saved(model, state, binding.lib.llama_state_seq_get_data(ctx, *data))
-
-
-def state_bytes(binding: Binding, ctx: int, sequence: int = 0) -> int:
-    """Size of such a record, or an upper bound of it [bytes]."""
-    return int(binding.lib.llama_state_seq_get_size(ctx, sequence, *binding.state_flags))
-
-
-def restore(model: LlamaWeights, ctx: int, state: Bytes, sequence: int = 0) -> None:
-    """Put a record into an empty sequence."""
-    data = _address(state), state.nbytes, sequence, *model.binding.state_flags
-    _check_restored(model, model.binding.lib.llama_state_seq_set_data(ctx, *data))
-
-
-def save_recurrent(model: LlamaWeights, ctx: int) -> Bytes:
-    """What cannot be rewound of a sequence, which does not grow with the text; all where the engine saves only that."""
-    if not model.binding.saves_recurrent:
-        return save(model, ctx)
-    lib = model.binding.lib
-    state: Bytes = np.empty(lib.llama_state_seq_get_size_ext(ctx, 0, _RECURRENT), dtype=np.uint8)
-    return _saved(model, state, lib.llama_state_seq_get_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT))
-
-
-def restore_recurrent(model: LlamaWeights, ctx: int, state: Bytes, n: int) -> None:
-    """Go back to what ``save_recurrent`` made when a sequence had its first n tokens, which it still has."""
-    binding = model.binding
-    if not binding.saves_recurrent:
-        binding.clear(ctx)
-        restore(model, ctx, state)
-        return
-    fits = binding.lib.llama_state_seq_set_data_ext(ctx, _address(state), state.nbytes, 0, _RECURRENT)
-    _check_restored(model, fits and binding.remove(ctx, n))  # the keys and values after it
-
-
-def _saved(model: LlamaWeights, state: Bytes, n_written: int) -> Bytes:
+    state: Bytes = np.empty(state_bytes(model.binding, ctx, sequence, flags), dtype=np.uint8)
+    n_written = _state(model.binding, "get_data", ctx, _address(state), state.nbytes, sequence, flags)
     model.check_devices()
     if not n_written:
         raise EngineError(f"{model.engine} could not save the state of a context")
     return state[:n_written]
 
 
-def _check_restored(model: LlamaWeights, fits: bool) -> None:
-    if not fits:
+def restore(model: LlamaWeights, ctx: int, state: Bytes, sequence: int = 0, flags: int = 0) -> None:
+    """Put a record into an empty sequence."""
+    if not _state(model.binding, "set_data", ctx, _address(state), state.nbytes, sequence, flags):
         raise EngineError(f"{model.engine} rejected the saved state of a context")
     model.check_devices()
 

@@ -156,32 +156,30 @@ class Link:
         """Pass on what one connection of the client sends."""
         with self._lock:
             self.lost, self._n_clients = None, self._n_clients + 1
-        server: socket.socket | None = None
         expected: SimpleQueue[int | None] = SimpleQueue()
         try:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            server = _connected(self.address, _CONNECT_S)
+            server.settimeout(None)
+            _notice_silence(server)
+        except OSError as error:
+            server = socket.socket()  # connected to nothing
+            self._lose(error)
+        with client, server:
             try:
-                server = _connected(self.address, _CONNECT_S)
-                server.settimeout(None)
-                _notice_silence(server)
-            except OSError as error:
-                self._lose(error)
-            answering = threading.Thread(target=self._answer, args=(client, server, expected), daemon=True)
-            answering.start()
-            with suppress(OSError, EOFError):  # the client is gone: it freed all that it had
-                while True:
-                    self._pass_on(client, server, expected)
-        finally:
-            with self._lock:
-                self._n_clients -= 1
-            expected.put(None)
-            for each in (server, client):
-                if each is not None:
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self._answer, args=(client, server, expected), daemon=True).start()
+                with suppress(OSError, EOFError):  # the client is gone: it freed all that it had
+                    while True:
+                        self._pass_on(client, server, expected)
+            finally:
+                with self._lock:
+                    self._n_clients -= 1
+                expected.put(None)
+                for each in (server, client):
                     with suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
-                    each.close()
 
-    def _pass_on(self, client: socket.socket, server: socket.socket | None, expected: SimpleQueue[int | None]) -> None:
+    def _pass_on(self, client: socket.socket, server: socket.socket, expected: SimpleQueue[int | None]) -> None:
         """One request."""
         data = _exactly(client, 9)
         what, left = struct.unpack("<BQ", data)
@@ -200,27 +198,26 @@ class Link:
             self.n_requests += 1
             expected.put(length)
 
-    def _send(self, server: socket.socket | None, data: bytes) -> None:
-        if server is not None and self.lost is None:
+    def _send(self, server: socket.socket, data: bytes) -> None:
+        if self.lost is None:
             try:
                 server.sendall(data)
             except OSError as error:
                 self._lose(error)
 
-    def _receive(self, server: socket.socket | None, n: int) -> bytes:
+    def _receive(self, server: socket.socket, n: int) -> bytes:
         """At most n bytes; none once the server is gone."""
-        if server is None or self.lost is not None:
-            return b""
-        try:
-            piece = server.recv(min(n, _PIECE))
-        except OSError as error:
-            self._lose(error)
-            return b""
-        if not piece:
-            self._lose(None)
+        piece = b""
+        if self.lost is None:
+            try:
+                piece = server.recv(min(n, _PIECE))
+                if not piece:
+                    self._lose(None)
+            except OSError as error:
+                self._lose(error)
         return piece
 
-    def _answer(self, client: socket.socket, server: socket.socket | None, expected: SimpleQueue[int | None]) -> None:
+    def _answer(self, client: socket.socket, server: socket.socket, expected: SimpleQueue[int | None]) -> None:
         """Answers in the order in which they are awaited: the server's, or zeros."""
         while (length := expected.get()) is not None:
             with suppress(OSError):  # the client does not wait any more
@@ -312,15 +309,15 @@ class Rpc:
             raise EngineUnavailable(f"the RPC backend has no {name}")
         return ctypes.CFUNCTYPE(result, *arguments)(address)
 
-    def connect(self, address: str) -> tuple[Link, list[GgmlDevice], ServerFacts | None]:
-        """A server's devices, and what links them; its facts unless a model is loaded on it already.
+    def connect(self, address: str) -> tuple[Link, list[GgmlDevice]]:
+        """A server's devices, and what links them.
 
         Raises:
             EngineError: it does not answer as it should.
         """
         known = self._servers.get(address)
         if known is not None and known[0].connected and known[0].lost is None:
-            return *known, None
+            return known
         facts = ask(address)
         if known is None:
             link = Link(address)
@@ -330,7 +327,7 @@ class Rpc:
             devices = [self.ggml.describe(self._device(registry, i)) for i in range(self._count(registry))]
             known = self._servers[address] = link, devices
         known[0].is_near = facts.is_near
-        return *known, facts
+        return known
 
     def serve(self, endpoint: str, n_threads: int, devices: list[int]) -> None:
         """Be a server, until the process ends."""

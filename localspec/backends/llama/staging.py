@@ -9,9 +9,8 @@ import ctypes
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from localspec.backends.base import FloatArray
+from localspec.backends.llama.ggml import rows_at
 from localspec.errors import EngineError
 
 NEEDED = "0.3.36"  # the version of llama-cpp-python whose functions these are
@@ -55,11 +54,10 @@ class Staging:
 
     def nextn(self, handle: int, n: int, width: int) -> FloatArray:
         """A copy of the states that a context's last pass left for the next head [n, width]; EngineError: none."""
-        address = ctypes.cast(self.get_nextn(handle), ctypes.c_void_p).value
-        if not address:
+        found = rows_at(self.get_nextn(handle), n, width)
+        if found is None:
             raise EngineError("llama.cpp handed out no states")
-        view: FloatArray = np.ctypeslib.as_array((ctypes.c_float * width * n).from_address(address)).copy()
-        return view
+        return found.copy()
 
 
 @cache

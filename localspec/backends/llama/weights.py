@@ -6,13 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from localspec.backends import trial
 from localspec.backends.base import Capabilities, Model, Progress
 from localspec.backends.llama.binding import Binding, Placed
 from localspec.backends.placement import Placement
 from localspec.backends.soundness import check_sound
-from localspec.errors import EngineError
+from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import check_kv_type
+from localspec.system.machine import default_threads
 from localspec.system.process import SharedLock
 
 FLOAT_ROWS = frozenset(("llama", "qwen2"))
@@ -21,19 +23,30 @@ whether they scale rows of floats."""
 
 
 class LlamaWeights(Model):
-    """Weights that a llama.cpp engine loaded, and the devices that they are on."""
+    """Weights that a llama.cpp engine loaded, and the devices that they are on.
+
+    Args:
+        n_threads: None takes the physical cores.
+        is_trial: load it whatever that may do to the process, which does nothing else; see ``trial``.
+
+    Raises:
+        UnsupportedModel: it would end the process.
+    """
 
     def __init__(
         self,
         binding: Binding,
         path: Path,
         *,
-        n_threads: int,
-        n_gpu_layers: int = 0,
+        n_threads: int | None = None,
+        n_gpu_layers: int,
         kv_type: str = "f16",
         placement: Placement | None = None,
         progress: Progress | None = None,
+        is_trial: bool = False,
     ) -> None:
+        self.binding, self.backend, self.engine = binding, binding.name, f"{binding.name} {binding.version}"
+        self.n_threads, self.kv_type = n_threads or default_threads(), kv_type
         self.placed: Placed | None = None
         with GGUFFile(path) as gguf:
             self._read_header(gguf)
@@ -42,12 +55,11 @@ class LlamaWeights(Model):
             if placement:
                 self.placed = Placed(placement, binding.places(placement), gguf, binding.name)
                 self.placement = str(placement)
-            has_mtp = binding.has_mtp(gguf)
-        self.binding = binding
-        self.backend = binding.name
-        self.engine = f"{binding.name} {binding.version}"
-        self.n_threads = n_threads
-        self.kv_type = kv_type
+            has_mtp, is_familiar = binding.has_mtp(gguf), is_trial or binding.is_familiar(gguf)
+        survives = partial(trial.survives, path, self.engine, kv_type, self.n_threads)
+        # Weights on other machines may be more than this one can hold.
+        if not (is_familiar or (placement and placement.rpc) or survives(progress)):
+            raise UnsupportedModel(f"{path.name}: {binding.refusal.format(architecture=self.architecture)}")
         self._n_gpu_layers, self._in_use = n_gpu_layers, SharedLock()
         self._mtp = has_mtp and not self.reloads  # what is made of the weights of its layer does not outlive them
         handle = self._handle = self._load(path, progress)
@@ -69,7 +81,8 @@ class LlamaWeights(Model):
             keeps_kv_type=binding.takes_several(kv_type),
         )
         # Whether the process lives through passes over several sequences; for files where that is not known.
-        self.survives_several: Callable[[], bool] = lambda: True
+        is_known = is_familiar or not binding.tries_several
+        self.survives_several: Callable[[], bool] = (lambda: True) if is_known else partial(survives, several=True)
 
     def _load(self, path: Path, progress: Progress | None = None) -> int:
         load = partial(self.binding.load_model, path, self._n_gpu_layers, progress, self.placed)

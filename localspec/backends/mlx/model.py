@@ -326,21 +326,17 @@ class MLXSequences(SequencesInTurn):
     """Contexts of one model that are fed in one pass; one that is fed alone as a context is."""
 
     model: MLXModel
-    _contexts: Sequence[MLXContext]
+    _sequences: Sequence[MLXContext]
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
         if len(pieces) == 1:
             return super()._decode(pieces)
-        for piece in pieces:
-            self._check_held(piece.sequence)
-        contexts = [self._contexts[piece.sequence] for piece in pieces]
+        contexts = [self._sequences[piece.sequence] for piece in pieces]
         found: list[list[Forward]] = [[] for _ in pieces]
         try:
             for context in contexts:
                 context._catch_up()
-            for n_before, parts in enumerate(_passes(pieces, N_CHUNK[self.model.capabilities.device])):
-                if n_before and self.interrupted is not None and self.interrupted():
-                    raise Cancelled("decoding was stopped")
+            for parts in _passes(pieces, N_CHUNK[self.model.capabilities.device]):
                 fed = [(contexts[number], tokens, logits) for number, (_, tokens, logits) in parts]
                 forwards = self.model.owner.run(lambda fed=fed: compute(fed))  # type: ignore[misc]
                 for (number, _), forward in zip(parts, forwards, strict=True):
@@ -350,7 +346,7 @@ class MLXSequences(SequencesInTurn):
                 context._truncate(context.n_past)
             raise
         for context, piece in zip(contexts, pieces, strict=True):
-            context.tokens.extend(piece.tokens)
+            context._add(piece.tokens)
         return [joined(forwards) for forwards in found]
 
 
@@ -494,7 +490,7 @@ class MLXModel(Model):
         """Whether contexts look for the largest logits on the device: where that takes less time."""
         return self.capabilities.device == "gpu" and best_pays(self)
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> MLXContext:
         most = self.network.max_context
         if most is not None and n_ctx > most:
             raise UsageError(
@@ -503,13 +499,11 @@ class MLXModel(Model):
             )
         return MLXContext(self, n_ctx, hidden)
 
-    def _new_batch(
-        self, n_sequences: int, n_cells: int, n_ctx: int, n_threads: int, hidden: tuple[str, ...]
-    ) -> SequenceBatch:
+    def _new_batch(self, n_sequences: int, n_cells: int, n_ctx: int, hidden: tuple[str, ...]) -> SequenceBatch:
         if not self.capabilities.batches:
-            return super()._new_batch(n_sequences, n_cells, n_ctx, n_threads, hidden)
+            return super()._new_batch(n_sequences, n_cells, n_ctx, hidden)
         # They take no memory before they are fed.
-        return MLXSequences([self._new_context(n_ctx, n_threads, hidden) for _ in range(n_sequences)], n_cells)
+        return MLXSequences([self._new_context(n_ctx, hidden) for _ in range(n_sequences)], n_cells)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special, parse_special)

@@ -18,11 +18,10 @@ from localspec.backends.llama.ggml import (
     NATIVE_COMMAND,
     Device,
     built_for,
-    ggml_devices,
+    llama_gpus,
     metal_gpu,
     native_gain,
     system_info,
-    used_gpus,
 )
 from localspec.backends.registry import engine_module
 from localspec.controllers.stopping import Times, best_length, break_even, speedup, with_block
@@ -359,9 +358,7 @@ def _look(name: str) -> EngineFacts:
     library = getattr(binding, "lib", None)
     if not hasattr(library, "llama_print_system_info"):
         return EngineFacts(name, True, version, list(binding.built_for), metal_gpu() if gpu else [])
-    devices = ggml_devices() if gpu else []
-    gpus = None if devices is None else used_gpus(devices)
-    return EngineFacts(name, True, version, built_for(system_info(library)), gpus)
+    return EngineFacts(name, True, version, built_for(system_info(library)), llama_gpus() if gpu else [])
 
 
 def engine_findings(

@@ -114,9 +114,8 @@ def cost_findings(
     yield Finding("info", "branches", branches)
     drafts = llm.run(lambda pair: [(draft.path, draft.model) for draft in pair.state.models])
     for path, model in dict.fromkeys([(llm.model_path, llm.run(lambda pair: pair.target)), *drafts]):
-        if (why := why_copied(path, model.path)) is not None:
-            bits, types = why
-            text = f"{path.name} is run from {bits} copy: {model.backend} has a bug with {types} files."
+        if (types := why_copied(path, model.path)) is not None:
+            text = f"{path.name} is run from an 8-bit copy: {model.backend} has a bug with {types} files."
             yield Finding("info", "copy", text)
 
 

@@ -141,7 +141,7 @@ class ReferenceHeadModel(ReferenceModel):
         has_factors = "rope_freqs.weight" in file.tensors
         self._rope_factors = read("rope_freqs.weight", self.hparams.d_head // 2) if has_factors else None
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> ReferenceHeadContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> ReferenceHeadContext:
         return ReferenceHeadContext(self, n_ctx, hidden)
 
 
