@@ -137,18 +137,17 @@ def show(folder: Path) -> None:
     """A table: a row for each arm of each record, medians over questions of the ratio to plain decoding."""
     for file in sorted(folder.glob("times-*-at-*.json")):
         results = analyse(read_record(file))
-        columns = results.categories
+        columns = list(dict.fromkeys(row.category for row in results.rows if row.category != ALL))
         factor, temperature = re.findall(r"[\d.]+", file.stem)
         print(f"\n{CLASSES.get(int(factor), f'times {factor}')}, temperature {temperature}")
         print("| arm | all (95 %) | " + " | ".join(columns) + " | slowest |")
         print("|---|---|" + "--:|" * (len(columns) + 1))
-        for backend, arm in results.arms:
-            cells = [results.row(category, backend, arm) for category in columns]
-            whole = results.row(ALL, backend, arm)
-            if whole is None or whole.speedup is None or whole.worst_speedup is None:
+        for whole in results.overall:
+            cells = [results.row(category, whole.backend, whole.arm) for category in columns]
+            if whole.speedup is None or whole.worst_speedup is None:
                 continue
-            medians = [f"{cell.speedup.median:.2f}" if cell and cell.speedup else "" for cell in cells]
-            print(f"| {arm} | {interval_text(whole.speedup)} | {' | '.join(medians)} | {whole.worst_speedup:.3f} |")
+            medians = " | ".join(f"{cell.speedup.median:.2f}" if cell and cell.speedup else "" for cell in cells)
+            print(f"| {whole.arm} | {interval_text(whole.speedup)} | {medians} | {whole.worst_speedup:.3f} |")
 
 
 def main() -> None:

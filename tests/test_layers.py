@@ -23,7 +23,7 @@ ROOMS = {
     "controllers": "errors system model_files backends sampling spec_decode",
     "engine": "errors system model_files backends sampling prompts spec_decode controllers",
     "llm": "errors system model_files backends sampling prompts engine",
-    "measuring": "errors system model_files backends sampling prompts spec_decode controllers engine llm",
+    "measuring": "errors system model_files report backends sampling prompts spec_decode controllers engine llm",
     "server": "errors _version system model_files backends sampling prompts spec_decode engine llm",
     "heads": "errors _version system model_files backends sampling prompts spec_decode controllers engine llm "
     "measuring",

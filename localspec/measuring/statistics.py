@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 LEVEL = 0.95
 FEWEST = 6  # questions that a 95 % interval takes; see ``range_level``
@@ -32,6 +33,12 @@ class Estimate:
     def is_firm(self) -> bool:
         """Whether the interval is a 95 % one."""
         return self.level is not None and self.level >= LEVEL
+
+    def against_one(self, level: float = LEVEL) -> Literal[1, 0, -1] | None:
+        """1 or -1: the whole interval lies over or under 1; 0: it covers 1; None: it has not this level."""
+        if self.low is None or self.high is None or self.level is None or self.level < level:
+            return None
+        return 1 if self.low > 1 else -1 if self.high < 1 else 0
 
     @property
     def half_width(self) -> float:

@@ -7,19 +7,20 @@ reading the prompt counts in the arm that needs it. The target's reading is meas
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 
 from localspec.backends.base import Context, ContextState, FloatArray, shared_prefix
+from localspec.controllers.fixed import MAX_FIXED_DRAFT
 from localspec.engine.answer import rounds
 from localspec.engine.draft_sources import is_free
 from localspec.engine.pair import Pair
@@ -79,8 +80,6 @@ PLAIN = Arm("plain", None, 0)
 
 def parse_arm(text: str) -> Arm:
     """``plain``, ``auto``, ``N``, ``ngram:N``, ``head+model:auto`` -> an arm; ``UsageError``: none of these."""
-    from localspec.controllers.fixed import MAX_FIXED_DRAFT
-
     if text == "plain":
         return PLAIN
     found = _pattern().fullmatch(text)
@@ -188,34 +187,54 @@ class ReadQuestion:
         after those (``DrafterInfo``), no copy of a context holds them, and the arm reads them before its time counts.
         """
         prompt = self.tokens[:-1]
-        n = context.reuse(prompt)
-        if n < len(prompt) and self.state is not None:
+        if context.reuse(prompt) < len(prompt) and self.state is not None:
             context.import_state(self.state)
-            n = len(prompt)
-        n_wanted = max(0, len(prompt) - n_states)
-        if n > n_wanted:
-            context.truncate(n_wanted)
-        for start in range(n, n_wanted, PREFILL_CHUNK):
-            context.decode(prompt[start : min(start + PREFILL_CHUNK, n_wanted)], "none")
+        feed(context, prompt[: max(0, len(prompt) - n_states)])
 
 
+def feed(
+    context: Context,
+    tokens: Sequence[int],
+    check: Callable[[], object] = lambda: None,
+    lengths: Iterable[int] = itertools.repeat(PREFILL_CHUNK),
+) -> None:
+    """Make a context hold these tokens, decoding what it lacks in passes of these lengths, with ``check`` between."""
+    at = context.reuse(tokens)
+    for length in lengths:
+        if at >= len(tokens):
+            return
+        check()
+        context.decode(tokens[at : at + length], "none")
+        at += length
+
+
+def row_behind(context: Context, text: Sequence[int], check: Callable[[], object] = lambda: None) -> FloatArray:
+    """Logits [n_vocab] behind a text, valid until the context's next pass."""
+    feed(context, text[:-1], check)
+    row: FloatArray = context.decode(text[-1:], "last").logits[0]
+    return row
+
+
+@dataclass(slots=True, eq=False)
 class TimedAnswer:
-    """An answer of one arm; nothing is decoded before ``advance``. ``place``: repeat, and place among the arms."""
+    """An answer of one arm; nothing is decoded before ``advance``."""
 
-    def __init__(
-        self, subject: EngineUnderTest, arm: Arm, asked: ReadQuestion, params: SamplingParams, place: tuple[int, int]
-    ) -> None:
-        self.arm = arm
-        self.backend = subject.llm.backend_name
-        self._subject = subject
-        self._asked = asked
-        self._params = params
-        self._place = place
-        self._rounds: Iterator[Round] | None = None
-        self._done: list[Round] = []
-        self._stats = SpecStats()
-        self._started = 0.0
-        self._spans: list[tuple[CPUTimes, CPUTimes]] = []
+    subject: EngineUnderTest
+    arm: Arm
+    asked: ReadQuestion
+    params: SamplingParams
+    repeat: int
+    order: int  # place among the arms
+    _rounds: Iterator[Round] | None = None
+    _done: list[Round] = field(default_factory=list)
+    _stats: SpecStats = field(default_factory=SpecStats)
+    _started: float = 0.0  # seconds since 1970
+    _read: float = 0.0  # when the prompt had been read
+    _spans: list[tuple[CPUTimes, CPUTimes]] = field(default_factory=list)
+
+    @property
+    def backend(self) -> str:
+        return self.subject.llm.backend_name
 
     @property
     def n_tokens(self) -> int:
@@ -229,50 +248,43 @@ class TimedAnswer:
     def advance(self, n_tokens: int | None) -> None:
         """Decode at least ``n_tokens`` more; None: to the end. ``Cancelled``: the subject was stopped."""
         before = CPUTimes.now()
-        self._subject.llm.run(lambda pair: self._advance(pair, None if n_tokens is None else self.n_tokens + n_tokens))
+        self.subject.llm.run(partial(self._advance, math.inf if n_tokens is None else self.n_tokens + n_tokens))
         self._spans.append((before, CPUTimes.now()))
 
-    def _advance(self, pair: Pair, until: int | None) -> None:
-        while self.finish_reason is None and (until is None or self.n_tokens < until):
-            round_ = self._first(pair) if self._rounds is None else next(self._rounds, None)
-            if round_ is None or self._subject.stop.is_set():
+    def _advance(self, until: float, pair: Pair) -> None:
+        if self._rounds is None:
+            self._rounds = self._begin(pair)
+        while self.finish_reason is None and self.n_tokens < until:
+            round_ = next(self._rounds, None)
+            if round_ is None or self.subject.stop.is_set():
                 raise Cancelled("measuring was stopped")
+            if not self._done:
+                self._stats.time_to_first_token_s = self.asked.seconds + time.perf_counter() - self._read
             self._done.append(round_)
             self._stats.add(round_)
 
-    def _first(self, pair: Pair) -> Round | None:
+    def _begin(self, pair: Pair) -> Iterator[Round]:
         self._started = time.time()
-        read = time.perf_counter()
+        self.subject.become(self.arm, pair)
+        self.asked.put_into(pair.context, max((each.info.n_states for each in pair.state.drafters), default=0))
+        stopped = self.subject.stop.is_set
+        return rounds(pair, self.asked.tokens, self.params, self.arm.length, self._prefilled, stopped)
 
-        def prefilled(n_cached: int) -> None:
-            nonlocal read
-            read = time.perf_counter()
-
-        self._subject.become(self.arm, pair)
-        self._asked.put_into(pair.context, max((each.info.n_states for each in pair.state.drafters), default=0))
-        self._rounds = rounds(
-            pair, self._asked.tokens, self._params, self.arm.length, prefilled, self._subject.stop.is_set
-        )
-        round_ = next(self._rounds, None)
-        self._stats.time_to_first_token_s = self._asked.seconds + time.perf_counter() - read
-        return round_
+    def _prefilled(self, n_cached: int) -> None:
+        self._read = time.perf_counter()
 
     def close(self) -> None:
         rounds = self._rounds
         if rounds is not None:
-            self._subject.llm.run(lambda pair: rounds.close())  # type: ignore[attr-defined]
-
-    @property
-    def prompt(self) -> list[int]:
-        return self._asked.tokens
+            self.subject.llm.run(lambda pair: rounds.close())  # type: ignore[attr-defined]
 
     @property
     def tokens(self) -> list[int]:
         return [token.id for round_ in self._done for token in round_.emitted]
 
     def sample(self) -> Sample:
-        stats, (repeat, order), question = self._stats, self._place, self._asked.question
-        stats.seconds_prompt = self._asked.seconds
+        stats, question = self._stats, self.asked.question
+        stats.seconds_prompt = self.asked.seconds
         ids = " ".join(map(str, self.tokens))
         assert stats.time_to_first_token_s is not None
         assert self.finish_reason is not None
@@ -281,10 +293,10 @@ class TimedAnswer:
             category=question.category,
             backend=self.backend,
             arm=self.arm.name,
-            repeat=repeat,
-            order=order,
+            repeat=self.repeat,
+            order=self.order,
             started=round(self._started, 1),
-            prompt_tokens=len(self._asked.tokens),
+            prompt_tokens=len(self.asked.tokens),
             tokens=stats.completion_tokens,
             token_sha256=hashlib.sha256(ids.encode()).hexdigest()[:16],
             finish_reason=self.finish_reason,
@@ -349,8 +361,6 @@ class EngineUnderTest:
         self.in_slices = in_slices and llm.run(self._separate_contexts)
         self.forget()
 
-    # -- arms ----------------------------------------------------------------------------------------------------
-
     def forget(self) -> None:
         """Let every arm start anew."""
         self._states = {arm: state.fork() for arm, state in self._untaught.items()}
@@ -374,15 +384,15 @@ class EngineUnderTest:
         needed = sum(kv_bytes(each, kv_type) for arm in others for each in self._untaught[arm].contexts)
         if needed > room / 2:  # an engine's buffers come on top
             return False
-        made: dict[Arm, DecodingState] = {}
+        apart = dict(self._untaught)
         try:
             for arm in others:
-                made[arm] = self.own.fork(arm.among(self.sources), own_contexts=True)
+                apart[arm] = self.own.fork(arm.among(self.sources), own_contexts=True)
         except EngineError:
-            for state in made.values():
+            for state in apart.values():
                 pair.release(state)
             return False
-        self._untaught = made | {last: self._untaught[last]}
+        self._untaught = apart
         return True
 
     def restore(self) -> None:
@@ -394,8 +404,6 @@ class EngineUnderTest:
                 pair.release(state)
 
         self.llm.run(put_back)
-
-    # -- measuring -----------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
         """Decode a little in every arm: the first pass of a width allocates."""
@@ -435,22 +443,9 @@ class EngineUnderTest:
         state_read = self.llm.run(state) if self.in_slices else None
         return ReadQuestion(question, tokens, state_read, reply.stats["seconds_prompt"])
 
-    def row_behind(self, tokens: Sequence[int]) -> FloatArray:
-        """The target's logits [n_vocab] after a text, from a pass of one token."""
-
-        def row(pair: Pair) -> FloatArray:
-            context = pair.context
-            n = context.reuse(tokens[:-1])
-            if n < len(tokens) - 1:
-                context.decode(tokens[n:-1], "none")
-            found: FloatArray = context.decode(tokens[-1:], "last").logits[0].copy()
-            return found
-
-        return self.llm.run(row)
-
     def _answer(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, arm: Arm) -> Reply:
-        length = arm.length if arm.length else None
-        with self.llm.rounds(messages, params, speculate=not arm.is_plain, draft_length=length) as stream:
+        speculate, length = not arm.is_plain, arm.length or None
+        with self.llm.rounds(messages, params, speculate=speculate, draft_length=length) as stream:
             for _ in stream:
                 if self.stop.is_set():
                     stream.close()
@@ -505,7 +500,7 @@ def is_tight(speedups: Sequence[Values], tolerance: float) -> bool:
     of stopped clinical trials (Haybittle 1971; Peto et al. 1976), over the first half of the questions: simulated,
     the printed intervals then cover as they say.
     """
-    halves = [dict(islice(values.items(), (len(values) + 1) // 2)) for values in speedups]
+    halves = [dict(itertools.islice(values.items(), (len(values) + 1) // 2)) for values in speedups]
     found = [estimate(half, STOP_LEVEL) for half in halves]
     return bool(found) and all(
         each is not None and (each.level or 0.0) >= STOP_LEVEL and each.half_width <= tolerance for each in found
@@ -565,36 +560,32 @@ def measure(
 ) -> list[Sample]:
     """Measure one question in several arms, as a whole or not at all (``Cancelled``: a subject was stopped).
 
-    ``report`` is called before each slice (see ``take_turns``), with whose it is and how much is done at least.
+    Arms that share contexts answer one after the other, whatever ``slice_tokens``. ``report`` is called before each
+    slice (see ``take_turns``), with whose it is and how much is done at least.
     """
     asked = {each: each.read(block.question, params) for each in dict.fromkeys(subject for _, subject, _ in wanted)}
+    if not all(subject.in_slices for subject in asked):
+        slice_tokens = 0
     with ExitStack() as stack:
         answers = []
         for place, subject, arm in wanted:
-            answers.append(TimedAnswer(subject, arm, asked[subject], params, (block.repeat, place)))
+            answers.append(TimedAnswer(subject, arm, asked[subject], params, block.repeat, place))
             stack.callback(answers[-1].close)
         budget = len(answers) * (params.max_tokens or subject.llm.n_ctx)
         for i in take_turns(answers, slice_tokens):
             report(answers[i], min(1.0, sum(each.n_tokens for each in answers) / budget))
-    samples = [answer.sample() for answer in answers]
-    subjects = {subject.llm.backend_name: subject for subject in asked}
-    return _parted(answers, samples, subjects) if params.greedy else samples
+    plain = {answer.subject: answer.tokens for answer in answers if answer.arm.is_plain and params.greedy}
+    return [_parted(answer, plain.get(answer.subject, answer.tokens)) for answer in answers]
 
 
-def _parted(
-    answers: Sequence[TimedAnswer], samples: Sequence[Sample], subjects: Mapping[str, EngineUnderTest]
-) -> list[Sample]:
-    """Add to greedy samples where they part from their engine's plain answer, and how near the two tokens were."""
-    plain = {answer.backend: answer.tokens for answer in answers if answer.arm.is_plain}
-    found = []
-    for answer, sample in zip(answers, samples, strict=True):
-        own, other = answer.tokens, plain.get(answer.backend, answer.tokens)
-        at = shared_prefix(own, other)
-        if at < min(len(own), len(other)):
-            row = subjects[answer.backend].row_behind([*answer.prompt, *own[:at]])
-            sample = replace(sample, parted_at=at, parted_by=round(abs(float(row[own[at]] - row[other[at]])), 4))
-        found.append(sample)
-    return found
+def _parted(answer: TimedAnswer, plain: Sequence[int]) -> Sample:
+    """A sample, with where it parts from its engine's plain answer and how near the two tokens were."""
+    own, sample = answer.tokens, answer.sample()
+    at = shared_prefix(own, plain)
+    if at == min(len(own), len(plain)):
+        return sample
+    row = answer.subject.llm.run(lambda pair: row_behind(pair.context, [*answer.asked.tokens, *own[:at]]).copy())
+    return replace(sample, parted_at=at, parted_by=round(abs(float(row[own[at]] - row[plain[at]])), 4))
 
 
 def take_turns(answers: Sequence[TimedAnswer], slice_tokens: int) -> Iterator[int]:

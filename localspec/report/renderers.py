@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from functools import singledispatch, singledispatchmethod
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,10 +60,6 @@ class Screen:
         self._console.width = max(NARROWEST, min(WIDEST, self._console.width))
         self._sections = 0
 
-    @property
-    def width(self) -> int:
-        return self._console.width
-
     def report(self, report: Report) -> None:
         """All of a report but its figures."""
         self._heading(report.title)
@@ -77,48 +72,37 @@ class Screen:
             return
         if part.title:
             self._heading(part.title)
-        self._body(part)
+        match part:
+            case Text(style="small"):
+                pass
+            case Text(text, style):
+                self._prose(f"! {text}" if style == "note" else text, style)
+            case Lines():
+                for line in part.lines:
+                    self._console.print(self._text(line.rstrip()), no_wrap=True, overflow="crop", crop=True)
+            case Facts(facts):
+                for name, value in facts.items():
+                    self._prose(f"{name}: {value}", "muted")
+            case KeyFigures(figures):
+                for each in figures:
+                    self._prose(each.text, "strong")
+            case Findings():
+                self._findings(part)
+            case Table():
+                self._table(part)
         self._file.flush()
 
     def sentence(self, text: str) -> None:
         """A first or last word: wrapped on a terminal, one line in a pipe, for scripts."""
+        self._heading(text, soft_wrap=not self._console.is_terminal)
+
+    def _heading(self, title: str, *, soft_wrap: bool = False) -> None:
         if self._sections:
             self._console.print()
         self._sections += 1
-        self._console.print(self._text(text, "strong"), soft_wrap=not self._console.is_terminal)
+        self._console.print(self._text(title, "strong"), soft_wrap=soft_wrap)
 
-    def _heading(self, title: str) -> None:
-        if self._sections:
-            self._console.print()
-        self._sections += 1
-        self._console.print(self._text(title, "strong"))
-
-    @singledispatchmethod
-    def _body(self, part: Part) -> None:
-        raise NotImplementedError(type(part))
-
-    @_body.register
-    def _(self, part: Text) -> None:
-        if part.style != "small":
-            self._prose(("! " if part.style == "note" else "") + part.text, part.style)
-
-    @_body.register
-    def _(self, part: Lines) -> None:
-        for line in part.lines:
-            self._console.print(self._text(line.rstrip()), no_wrap=True, overflow="crop", crop=True)
-
-    @_body.register
-    def _(self, part: Facts) -> None:
-        for name, value in part.facts.items():
-            self._prose(f"{name}: {value}", "muted")
-
-    @_body.register
-    def _(self, part: KeyFigures) -> None:
-        for each in part.figures:
-            self._prose(each.text, "strong")
-
-    @_body.register
-    def _(self, part: Findings) -> None:
+    def _findings(self, part: Findings) -> None:
         grid = Grid.grid(padding=(0, 1))
         grid.add_column(width=2, no_wrap=True)
         grid.add_column(width=max([11, *(width(row.name) for row in part.rows)]), no_wrap=True)
@@ -132,8 +116,7 @@ class Screen:
         if part.rows:
             self._print(grid)
 
-    @_body.register
-    def _(self, part: Table) -> None:
+    def _table(self, part: Table) -> None:
         rows = [part.head, *part.rows]
         widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
         room = self._console.width - 2
@@ -152,8 +135,6 @@ class Screen:
             self._prose(clip(f"no room for: {', '.join(left_out)}", room), "muted")
         if part.note:
             self._prose(part.note, "muted")
-
-    # -- printing ------------------------------------------------------------------------------------------------
 
     def _prose(self, text: str, style: str) -> None:
         self._print(Padding(self._text(text, style), (0, 0, 0, 2)))
@@ -187,50 +168,28 @@ def markdown(report: Report) -> str:
             continue
         if part.title:
             sections.append(f"## {on_one_line(part.title)}")
-        sections += _blocks(part)
+        match part:
+            case Text(text, style):
+                text = on_one_line(text)
+                sections.append({"strong": f"**{text}**", "note": f"> {text}"}.get(style, text))
+            case Lines():
+                sections.append("\n".join(["```", *map(on_one_line, part.lines), "```"]))
+            case Facts(facts):
+                sections.append(_list(f"{name}: {value}" for name, value in facts.items()))
+            case KeyFigures(figures):
+                sections.append(_list(each.text for each in figures))
+            case Findings():
+                after = [f"; {row.advice}" if row.advice else "" for row in part.rows]
+                told = zip(part.rows, after, strict=True)
+                sections.append(_list(f"{row.name} ({row.status}): {row.text}{advice}" for row, advice in told))
+            case Table():
+                sections.append(table(part.head, part.rows, part.left))
+                sections += [on_one_line(part.note)] if part.note else []
     return "\n\n".join(sections) + "\n"
 
 
-@singledispatch
-def _blocks(part: Part) -> Iterator[str]:
-    raise NotImplementedError(type(part))
-
-
-@_blocks.register
-def _(part: Text) -> Iterator[str]:
-    text = on_one_line(part.text)
-    yield {"strong": f"**{text}**", "note": f"> {text}"}.get(part.style, text)
-
-
-@_blocks.register
-def _(part: Lines) -> Iterator[str]:
-    yield "\n".join(["```", *(on_one_line(line) for line in part.lines), "```"])
-
-
-@_blocks.register
-def _(part: Facts) -> Iterator[str]:
-    yield "\n".join(f"- {name}: {on_one_line(value)}" for name, value in part.facts.items())
-
-
-@_blocks.register
-def _(part: Findings) -> Iterator[str]:
-    yield "\n".join(
-        f"- {on_one_line(row.name)} ({row.status}): {on_one_line(row.text)}"
-        + (f"; {on_one_line(row.advice)}" if row.advice else "")
-        for row in part.rows
-    )
-
-
-@_blocks.register
-def _(part: KeyFigures) -> Iterator[str]:
-    yield "\n".join(f"- {on_one_line(each.text)}" for each in part.figures)
-
-
-@_blocks.register
-def _(part: Table) -> Iterator[str]:
-    yield table(part.head, part.rows, part.left)
-    if part.note:
-        yield on_one_line(part.note)
+def _list(items: Iterable[str]) -> str:
+    return "\n".join(f"- {on_one_line(item)}" for item in items)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
@@ -252,24 +211,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
 # Reports as one HTML page without scripts or outside resources. All text is escaped, and the page's content security
 # policy holds even if some were not.
 
-STYLES = ("palette.css", "plot.css", "page.css")
-
 
 def html(report: Report) -> str:
-    style = "".join(asset(name) for name in STYLES)
-    shown = {"report": report, "groups": _groups(report.parts), "style": style, "policy": policy([style])}
-    return render("page.html", shown)
-
-
-def _groups(parts: Sequence[Part]) -> list[list[Part]]:
-    """Each part, and with a figure those that stand next to it."""
-    groups: list[list[Part]] = []
-    for part in parts:
+    style = "".join(map(asset, ("palette.css", "plot.css", "page.css")))
+    groups: list[list[Part]] = []  # each part, and with a figure those that stand next to it
+    for part in report.parts:
         if groups and _is_small(groups[-1][0]) and _is_small(part) and not part.title:
             groups[-1].append(part)
         else:
             groups.append([part])
-    return groups
+    return render("page.html", {"report": report, "groups": groups, "style": style, "policy": policy([style])})
 
 
 def _is_small(part: Part) -> bool:
@@ -279,10 +230,6 @@ def _is_small(part: Part) -> bool:
 # Files that results go to: checked before anything takes time, written whole or not at all.
 
 STREAM = "-"  # standard input or output
-
-
-class OutputError(LocalspecError):
-    """A file cannot be written."""
 
 
 def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
@@ -301,9 +248,9 @@ def checked_output(name: str, *, force: bool, otherwise: str = "") -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that this user alone can read; ``OutputError``: the disk refuses."""
+    """Write a file that this user alone can read; ``LocalspecError``: the disk refuses."""
     try:
         with write_atomically(path, private=True) as file:
             file.write(text.encode())
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
+        raise LocalspecError(f"cannot write {path}: {error.strerror or error}") from None

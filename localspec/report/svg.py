@@ -124,11 +124,20 @@ class Drawing:
     def text(self, x: float, y: float, text: str, css: str = "") -> None:
         self._elements.append(_Element(css, text=text, x=_n(x), y=_n(y)))
 
-    def legend(self, names: Sequence[str], x: float, y: float) -> None:
-        for i, name in enumerate(names):
-            self.mark(i, x + 5, y - 4, f"f{i % N_COLOURS}", size=4)
+    def legend(self, names: Iterable[tuple[str, str]], x: float, y: float) -> float:
+        """Series by name and style, in as many rows as that takes; returns where the last row stands."""
+        begin = x
+        for i, (name, css) in enumerate(names):
+            wide = 30 + 6.6 * len(name)
+            if x + wide > self.width and x > begin:
+                x, y = begin, y + 14
+            if css == "even":
+                self.line(x - 4, y - 4, x + 12, y - 4, css)
+            else:
+                self.mark(i, x + 5, y - 4, css, size=4)
             self.text(x + 16, y, name)
-            x += _legend_width(name)
+            x += wide
+        return y
 
     def svg(self, *, alone: bool = False) -> str:
         """The element; with its style if it stands alone."""
@@ -215,16 +224,13 @@ def chart(
 ) -> Drawing:
     """Series over two axes, with a dashed ``reference`` line. ``bars`` (from, to, share of the highest) stand at its
     foot."""
-    begin = 30.0 + 6.2 * len(y_axis.name)
-    places, x, y = [], begin, 12.0
-    for name in [each.name for each in series] + ([reference[0]] if reference else []):
-        if x + _legend_width(name) > 520 and x > begin:
-            x, y = begin, y + 14
-        places.append((x, y))
-        x += _legend_width(name)
-    top = y + 18
+    drawing = Drawing(520, 0, title)
+    styles = [f"c{i % N_COLOURS} hollow" if each.hollow else f"f{i % N_COLOURS}" for i, each in enumerate(series)]
+    names = [(each.name, style) for each, style in zip(series, styles, strict=True)]
+    names += [(reference[0], "even")] if reference else []
+    top = drawing.legend(names, 30.0 + 6.2 * len(y_axis.name), 12.0) + 18
     bottom = top + _DEEP
-    drawing = Drawing(520, bottom + 40, title)
+    drawing.height = bottom + 40
     to_x, to_y = Scale(x_axis.low, x_axis.high, _LEFT, _RIGHT), Scale(y_axis.low, y_axis.high, bottom, top)
     for value, text in y_axis.texts.items():
         drawing.line(_LEFT, to_y(value), _RIGHT, to_y(value), "grid")
@@ -238,26 +244,16 @@ def chart(
         ((to_x(a) + 1, bottom - 50 * share, to_x(b) - to_x(a) - 2, 50 * share) for a, b, share in bars), "count"
     )
     if reference:
-        (x, y), (name, points) = places[-1], reference
-        drawing.path([(to_x(a), to_y(b)) for a, b in points], "even")
-        drawing.line(x - 4, y - 4, x + 12, y - 4, "even")
-        drawing.text(x + 16, y, name)
+        drawing.path([(to_x(a), to_y(b)) for a, b in reference[1]], "even")
     for i, each in enumerate(series):
         colour = i % N_COLOURS
-        style = f"c{colour} hollow" if each.hollow else f"f{colour}"
-        drawing.mark(i, places[i][0] + 5, places[i][1] - 4, style, size=4)
-        drawing.text(places[i][0] + 16, places[i][1], each.name)
         if each.line:
             drawing.path([(to_x(point.x), to_y(point.y)) for point in each.points], f"c{colour} line")
         for point in each.points:
             if point.low is not None and point.high is not None:
                 drawing.line(to_x(point.x), to_y(point.low), to_x(point.x), to_y(point.high), f"c{colour} thin")
-            drawing.mark(i, to_x(point.x), to_y(point.y), style, point.tip, size=4)
+            drawing.mark(i, to_x(point.x), to_y(point.y), styles[i], point.tip, size=4)
     return drawing
-
-
-def _legend_width(name: str) -> float:
-    return 30 + 6.6 * len(name)
 
 
 def _joined(points: Iterable[tuple[float, float]]) -> str:

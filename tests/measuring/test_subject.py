@@ -36,7 +36,7 @@ def subject(llm: LLM, request: pytest.FixtureRequest) -> Iterator[EngineUnderTes
 
 def answers(subject: EngineUnderTest) -> dict[str, Sample]:
     block = Block(0, 0, QUESTION, ends_cycle=True)
-    samples = measure(block, places([subject], block), PARAMS, 4 if subject.in_slices else 0)
+    samples = measure(block, places([subject], block), PARAMS, 4)
     return {sample.arm: sample for sample in samples}
 
 

@@ -1,4 +1,4 @@
 """``localspec bench``: answers to the same questions with and without drafts, interleaved.
 
-``runner`` measures a ``record`` (SCHEMA.md), ``results`` analyses it, ``report`` shows it and compares two.
+``runner`` measures a ``record`` (SCHEMA.md), ``results`` analyses it, ``report`` shows it, ``compare`` compares two.
 """

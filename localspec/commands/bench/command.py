@@ -7,15 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from localspec.commands.bench.record import Record, RecordError, read_record, to_json
-from localspec.commands.bench.report import bench_report, comparison, comparison_json, comparison_report, speedup_plot
+from localspec.commands.bench.compare import comparison, comparison_json, comparison_report
+from localspec.commands.bench.record import Record, read_record, to_json
+from localspec.commands.bench.report import bench_report, speedup_plot
 from localspec.commands.bench.results import ALL, Results, analyse
 from localspec.commands.bench.runner import BenchRequest, BenchRun
 from localspec.errors import LocalspecError, UsageError, check_text
 from localspec.measuring.last_bench import remember
 from localspec.model_files.catalog import Catalog
+from localspec.report.model import Report
 from localspec.report.renderers import STREAM, Screen, checked_output, html, markdown, write_output
 from localspec.system.files import is_same_file
 from localspec.system.terminal import Progress
@@ -36,11 +39,8 @@ class Outputs:
     force: bool = False
 
     def check(self, mine: str | None = None) -> None:
-        """Refuse what could not be written in the end; ``mine`` is the resumed file, which may be replaced.
-
-        Raises:
-            UsageError: a file is there, its folder is not, or two things go to one place.
-        """
+        """Refuse what could not be written in the end (``UsageError``): a file is there, its folder is not, or two
+        things go to one place. ``mine`` is the resumed file, which may be replaced."""
         named = [each for each in (self.json, self.markdown, self.html, self.svg) if each is not None]
         if len({each if each == STREAM else os.path.realpath(each) for each in named}) < len(named):
             raise UsageError("two outputs have the same path: choose another file")
@@ -60,7 +60,11 @@ def bench_command(words: Sequence[str], request: BenchRequest, outputs: Outputs)
     if words[:1] == ["compare"]:
         return compare_command(words[1:], outputs)
     if words[:1] == ["show"]:
-        return show_command(words[1:], outputs)
+        if len(words) != 2:
+            raise UsageError("bench show takes one bench --json file")
+        outputs.check()
+        deliver(read_record(Path(words[1])), outputs)
+        return 0
     if len(words) > 1:
         raise UsageError(f"one model at a time, not {len(words)}: measure each with --json, then bench compare A B")
     return measure_command(request, outputs)
@@ -90,14 +94,6 @@ def measure_command(request: BenchRequest, outputs: Outputs) -> int:
     return 0
 
 
-def show_command(words: Sequence[str], outputs: Outputs) -> int:
-    if len(words) != 1:
-        raise UsageError("bench show takes one bench --json file")
-    outputs.check()
-    deliver(read_record(Path(words[0])), outputs)
-    return 0
-
-
 def compare_command(words: Sequence[str], outputs: Outputs) -> int:
     if len(words) != 2:
         raise UsageError("bench compare takes two bench --json files: the baseline, then the run to compare with it")
@@ -105,27 +101,35 @@ def compare_command(words: Sequence[str], outputs: Outputs) -> int:
         raise UsageError("bench compare writes --json and --markdown only")
     outputs.check()
     found = comparison(read_record(Path(words[0])), read_record(Path(words[1])), (words[0], words[1]))
-    report = comparison_report(found)
-    streamed = _written(outputs.json, lambda: comparison_json(found))
-    streamed |= _written(outputs.markdown, lambda: markdown(report))
-    if not streamed:
-        Screen().report(report)
+    _deliver(comparison_report(found), outputs, lambda: comparison_json(found))
     return 0
 
 
 def deliver(record: Record, outputs: Outputs) -> Results:
     """Write the files that were asked for, and print the report unless one of them is standard output."""
     if not record.samples:
-        raise RecordError("nothing was measured in this run")
+        raise LocalspecError("nothing was measured in this run")
     results = analyse(record)
-    streamed = _written(outputs.json, lambda: to_json(record, asdict(results)))
-    report = bench_report(record, results)
-    streamed |= _written(outputs.markdown, lambda: markdown(report))
-    _written(outputs.html, lambda: html(report))
-    _written(outputs.svg, lambda: speedup_plot(record, results, heading=True).svg(alone=True) + "\n")
-    if not streamed:
-        Screen().report(report)
+    _deliver(bench_report(record, results), outputs, lambda: to_json(record, asdict(results)))
+    if outputs.svg is not None:
+        drawn = speedup_plot(record, results, heading=True).svg(alone=True)
+        write_output(Path(outputs.svg), drawn + "\n")
     return results
+
+
+def _deliver(report: Report, outputs: Outputs, json: Callable[[], str]) -> None:
+    texts: dict[str | None, Callable[[], str]] = {
+        outputs.json: json,
+        outputs.markdown: partial(markdown, report),
+        outputs.html: partial(html, report),
+    }
+    for where, text in texts.items():
+        if where == STREAM:
+            sys.stdout.write(text())
+        elif where is not None:
+            write_output(Path(where), text())
+    if STREAM not in texts:
+        Screen().report(report)
 
 
 def _remember(record: Record, results: Results) -> None:
@@ -143,12 +147,3 @@ def _remember(record: Record, results: Results) -> None:
         }
         with suppress(LocalspecError, OSError):  # the file has gone meanwhile
             remember(Catalog.load().resolve(record.settings.model), engine.version, found)
-
-
-def _written(where: str | None, text: Callable[[], str]) -> bool:
-    """Write a text to its place; returns whether that was standard output."""
-    if where == STREAM:
-        sys.stdout.write(text())
-    elif where is not None:
-        write_output(Path(where), text())
-    return where == STREAM

@@ -1,32 +1,16 @@
-"""A run as a report, and two runs compared."""
+"""A run as a report."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from localspec.commands.bench.record import Record, differences
-from localspec.commands.bench.results import (
-    ALL,
-    Passes,
-    PredictionQuality,
-    Ratios,
-    Results,
-    Row,
-    by_question,
-    doubts,
-    of_arm,
-    ratios,
-    time_text,
-    wilson,
-)
-from localspec.commands.doctor.command import break_even_table
-from localspec.errors import UsageError
-from localspec.measuring.statistics import LEVEL, Estimate, estimate, estimate_quotient, middle, range_level
-from localspec.measuring.subject import NEAR_TIE, Sample
+from localspec.commands.bench.record import Record
+from localspec.commands.bench.results import ALL, Passes, PredictionQuality, Results, Row, of_arm, time_text, wilson
+from localspec.measuring.passes import break_even_table, pass_table
+from localspec.measuring.statistics import Estimate
+from localspec.measuring.subject import NEAR_TIE
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, RowStyle, Status, Table, Text
 from localspec.report.svg import N_COLOURS, Axis, Drawing, Point, Scale, Series, chart, label, ticks
@@ -40,25 +24,16 @@ def times_text(value: float | None) -> str:
 
 def interval_text(found: Estimate | None) -> str:
     """``1.07–1.42``, with its level if under 95 %."""
-    if found is None or found.low is None or found.high is None or found.level is None:
+    if found is None or found.level is None:
         return "–"
     text = f"{found.low:.2f}–{found.high:.2f}"
     return text if found.is_firm else f"{text} ({int(found.level * 100)} %)"
 
 
-def speed_text(row: Row) -> str:
+def speed_text(row: Row | None) -> str:
     """``12.3 ±0.4``: tokens a second."""
-    spread = "" if row.spread is None else f" ±{row.spread:.1f}"
-    return f"{row.tokens_per_second.median:.1f}{spread}"
-
-
-def same_text(record: Record, row: Row) -> str:
-    """``3 of 5 ≈``: answers equal to plain's; ≈ if all others part at near ties."""
-    sampling = record.settings.sampling
-    if not row.n_compared or (sampling.get("temperature") and sampling.get("seed") is None):
-        return "–"  # each answer is a draw of its own
-    others = row.n_compared - row.n_same
-    return f"{row.n_same} of {row.n_compared}" + (" ≈" if others and row.n_near_ties == others else "")
+    spread = "" if row is None or row.spread is None else f" ±{row.spread:.1f}"
+    return "–" if row is None else f"{row.tokens_per_second.median:.1f}{spread}"
 
 
 def share_text(value: float | None) -> str:
@@ -68,11 +43,6 @@ def share_text(value: float | None) -> str:
 def seconds_text(value: float) -> str:
     """``85 ms`` or ``2.4 s``."""
     return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
-
-
-def ms_text(value: float | None) -> str:
-    """Milliseconds to three digits."""
-    return "–" if value is None else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
 # The plots of a run.
@@ -86,18 +56,20 @@ _CEILING = 4.0  # upper end of that axis in multiples of the largest median: int
 
 def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> Drawing:
     """Speed over plain by category, each arm with its interval; ``heading`` for a file of its own."""
-    arms = results.arms
-    rows = [row for row in results.rows if row.speedup is not None]
-    categories = list(dict.fromkeys(row.category for row in rows))
-    top, height = 44.0 if heading else 24.0, 15.0 * max(1, len(arms)) + 10.0
-    bottom = top + height * len(categories)
-    drawing = Drawing(720, bottom + 34, "Speed over plain decoding, by category")
+    arms = [(row.backend, row.arm) for row in results.overall]
+    rows = [(row, row.speedup) for row in results.rows if row.speedup is not None]
+    categories = list(dict.fromkeys(row.category for row, _ in rows))
+    drawing = Drawing(720, 0, "Speed over plain decoding, by category")
     if heading:
         drawing.text(0, 14, f"{record.title}: speed over plain decoding", "strong")
-    drawing.legend([record.arm_name(*arm) for arm in arms], _LABELS, top - 10)
+    names = [(record.arm_name(*arm), f"f{i % N_COLOURS}") for i, arm in enumerate(arms)]
+    top = drawing.legend(names, _LABELS, 34.0 if heading else 14.0) + 10
+    height = 15.0 * max(1, len(arms)) + 10.0
+    bottom = top + height * len(categories)
+    drawing.height = bottom + 34
     if ALL in categories:
         drawing.boxes([(0, top, 720, height)], "band")
-    x = Scale(*_range([row.speedup for row in rows if row.speedup is not None]), _LABELS, 544)
+    x = Scale(*_range([found for _, found in rows]), _LABELS, 544)
     for tick in ticks(x.low, x.high):
         drawing.line(x(tick), top, x(tick), bottom, "grid")
         drawing.text(x(tick), bottom + 16, f"×{label(tick)}", "mid muted")
@@ -105,9 +77,9 @@ def speedup_plot(record: Record, results: Results, *, heading: bool = False) -> 
     drawing.text(x(1), bottom + 30, "plain", "mid muted")
     for i, category in enumerate(categories):
         drawing.text(4, top + (i + 0.5) * height + 4, category, "strong" if category == ALL else "")
-    for row in rows:
+    for row, found in rows:
         y, arm = top + categories.index(row.category) * height, arms.index((row.backend, row.arm))
-        _draw_speedup(drawing, record, row, x, y + 5 + 15 * (arm + 0.5), arm)
+        _draw_speedup(drawing, record, row, found, x, y + 5 + 15 * (arm + 0.5), arm)
     return drawing
 
 
@@ -120,9 +92,8 @@ def _range(found: Sequence[Estimate]) -> tuple[float, float]:
     return max(0.0, low - room), high + room
 
 
-def _draw_speedup(drawing: Drawing, record: Record, row: Row, x: Scale, y: float, arm: int) -> None:
-    found, colour = row.speedup, arm % N_COLOURS
-    assert found is not None
+def _draw_speedup(drawing: Drawing, record: Record, row: Row, found: Estimate, x: Scale, y: float, arm: int) -> None:
+    colour = arm % N_COLOURS
     if found.low is not None and found.high is not None:
         drawing.line(x(found.low), y, x(found.high), y, f"c{colour} {'bar' if found.is_firm else 'thin'}")
         for end in (found.low, found.high):
@@ -143,9 +114,8 @@ def pass_plot(passes: Passes) -> Drawing:
     known = [(each.width, each.calibrated_ms) for each in widths if each.calibrated_ms is not None]
     seen = [(each.width, each.observed_ms, each.n_observed) for each in widths if each.observed_ms is not None]
     # A median of one or two passes may be an outlier; the axis does not follow it.
-    most = 1.05 * max([ms for _, ms in known] + [ms for _, ms, n in seen if n > 2] + [1e-9])
-    widest = max([each.width for each in widths] + [2])
-    one = known[0][1] if known else most
+    most = 1.05 * max([ms for _, ms in known] + [ms for _, ms, n in seen if n > 2])
+    widest, one = max(2, widths[-1].width), known[0][1]
     reach = min(widest, most / one)
     series = [
         Series(
@@ -180,12 +150,12 @@ def break_even_plot(passes: Passes) -> Drawing:
     return chart("Break-even acceptance by draft length", x, y, series)
 
 
-def position_plot(record: Record, rows: Sequence[Row]) -> Drawing:
-    longest = min(16, max(len(row.by_position) for row in rows))
+def position_plot(rows: Mapping[str, Row]) -> Drawing:
+    """Acceptance by position of each arm."""
+    longest = min(16, max(len(row.by_position) for row in rows.values()))
     series = []
-    for k, row in enumerate(rows):
+    for k, (name, row) in enumerate(rows.items()):
         shift = (k - (len(rows) - 1) / 2) * min(0.15, 0.6 / len(rows))
-        name = record.arm_name(row.backend, row.arm)
         points = [
             Point(i + shift, each.rate, f"{name}, position {i}: {each.accepted} of {each.drafted}",
                   *wilson(each.accepted, each.drafted))
@@ -222,9 +192,9 @@ def reliability_plot(judgements: Sequence[PredictionQuality]) -> Drawing:
 
 def timelines(record: Record, question: str, repeat: int) -> Drawing:
     """All arms on one question, round by round: time, and tokens of each round."""
-    samples = [s for s in record.samples if (s.question, s.repeat) == (question, repeat)]
-    order = [(backend, arm) for backend in record.settings.backends for arm in record.settings.arms]
-    samples.sort(key=lambda sample: order.index((sample.backend, sample.arm)))
+    asked = [sample for sample in record.samples if (sample.question, sample.repeat) == (question, repeat)]
+    arms = [(backend, arm) for backend in record.settings.backends for arm in record.settings.arms]
+    samples = [sample for arm in arms for sample in of_arm(asked, *arm)]
     row, top = 62.0, 24.0
     bottom = top + row * len(samples)
     drawing = Drawing(1000, bottom + 26, f"Rounds of the answers to {question}")
@@ -239,29 +209,20 @@ def timelines(record: Record, question: str, repeat: int) -> Drawing:
         drawing.text(place + 15, 13, what, "muted")
         place += 40 + 6.4 * len(what)
     for i, sample in enumerate(samples):
-        y = top + i * row
-        _draw_rounds(drawing, sample, x, y, most)
+        y, at, boxes = top + i * row, 0.0, dict[str, list[tuple[float, float, float, float]]]()
+        for *times, _, _, emitted in sample.rounds:
+            began, high = at, 28 * emitted / most
+            for name, ms in zip(("draft", "verify", "other"), times, strict=True):
+                boxes.setdefault(name, []).append((x(at), y + 34, x(at + ms / 1e3) - x(at), 14))
+                at += ms / 1e3
+            gap = 0.25 if x(at) - x(began) > 1 else 0.0
+            boxes.setdefault("count", []).append((x(began), y + 32 - high, x(at) - x(began) - gap, high))
+        for name, drawn in boxes.items():
+            drawing.boxes(drawn, name)
         drawing.text(0, y + 30, record.arm_name(sample.backend, sample.arm), "strong")
         drawing.text(0, y + 46, f"{sample.tokens} in {seconds_text(sample.seconds)}", "muted")
     return drawing
 
-
-def _draw_rounds(drawing: Drawing, sample: Sample, x: Scale, y: float, most: float) -> None:
-    parts: dict[str, list[tuple[float, float, float, float]]] = {"draft": [], "verify": [], "other": [], "count": []}
-    at = 0.0
-    for draft, verify, other, _, _, emitted in sample.rounds:
-        began = at
-        for name, ms in (("draft", draft), ("verify", verify), ("other", other)):
-            parts[name].append((x(at), y + 34, x(at + ms / 1e3) - x(at), 14))
-            at += ms / 1e3
-        gap = 0.25 if x(at) - x(began) > 1 else 0.0
-        high = 28 * emitted / most
-        parts["count"].append((x(began), y + 32 - high, x(at) - x(began) - gap, high))
-    for name, boxes in parts.items():
-        drawing.boxes(boxes, name)
-
-
-_SPREAD = "tok/s ±: from question to question (standard deviation) · prompt: tokens of it read in a second"
 
 _ENDINGS = {
     "complete": "everything was measured",
@@ -274,6 +235,11 @@ _ENDINGS = {
 
 def bench_report(record: Record, results: Results) -> Report:
     machine, engines = record.machine, record.engines
+    models = [model for engine in engines for model in engine.models]
+    weights, kv = sum(model.bytes for model in models), sum(model.kv_bytes for model in models)
+    memory = f"weights {size_text(weights)}, attention caches {size_text(kv)}"
+    if peak := max(session.peak_memory_bytes or 0 for session in record.sessions):
+        memory += f", peak of the process {size_text(peak)}"
     features = " ".join(machine.get("features") or []) or machine.get("platform")
     threads = [f"{each.threads} thread{'s' * (each.threads != 1)}" for each in engines]
     named = (f"{each.version} on {each.device}, {count}" for each, count in zip(engines, threads, strict=True))
@@ -283,12 +249,10 @@ def bench_report(record: Record, results: Results) -> Report:
                 "engine": "; ".join(named),
                 "machine": f"{machine.get('cpu')}, {machine.get('cores')} CPUs, {features}",
                 "measured": f"{record.settings.mode}: {_scope(record, results)}; {_ENDINGS[record.ended]}",
-                "memory": _memory(record),
+                "memory": memory,
             }
         ),
-        KeyFigures(
-            [_verdict(record, results, row) for arm in results.arms if (row := results.row(ALL, *arm)) is not None]
-        ),
+        KeyFigures([_verdict(record, results, row) for row in results.overall]),
         *(Text(remark, "note") for remark in results.remarks),
         *_speed(record, results),
         *_duels(results),
@@ -305,12 +269,14 @@ def bench_report(record: Record, results: Results) -> Report:
 def _scope(record: Record, results: Results) -> str:
     settings = record.settings
     questions = len({sample.question for sample in record.samples})
-    repeats = max(sample.repeat for sample in record.samples) + 1
+    repeats, kinds = (
+        max(sample.repeat for sample in record.samples) + 1,
+        len({row.category for row in results.rows}) - 1,
+    )
     given = settings.sampling if settings.sampling.get("temperature") else {}
     return ", ".join(
         [
-            f"{questions} question{'s' * (questions != 1)}"
-            + (f" of {len(results.categories)} categories" if results.categories else ""),
+            f"{questions} question{'s' * (questions != 1)}" + (f" of {kinds} categories" if kinds else ""),
             f"{len(record.samples)} answers" + (f" in up to {repeats} repeats" if repeats > 1 else ""),
             f"of at most {settings.max_tokens} tokens",
             ", ".join(f"{name.replace('_', '-')} {value}" for name, value in given.items()) or "greedy",
@@ -318,14 +284,6 @@ def _scope(record: Record, results: Results) -> str:
             f"{time_text(record.seconds)} in all",
         ]
     )
-
-
-def _memory(record: Record) -> str:
-    models = [model for engine in record.engines for model in engine.models]
-    weights, kv = sum(model.bytes for model in models), sum(model.kv_bytes for model in models)
-    peaks = [session.peak_memory_bytes for session in record.sessions if session.peak_memory_bytes]
-    text = f"weights {size_text(weights)}, attention caches {size_text(kv)}"
-    return f"{text}, peak of the process {size_text(max(peaks))}" if peaks else text
 
 
 def _methods(record: Record) -> Iterator[Part]:
@@ -348,11 +306,12 @@ def _methods(record: Record) -> Iterator[Part]:
 def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
     """Overall speed-up of an arm in words, with a figure only where the interval allows one."""
     name, found = record.arm_name(row.backend, row.arm), row.speedup
+    status: Status = "ok" if row.verdict == "faster" else "fail" if row.verdict == "slower" else "info"
     if found is None:
         return KeyFigure(name, "–", f"{name}: there is no plain answer to compare with.")
     if not row.drafted:
-        return KeyFigure(name, "nothing drafted", _nothing_drafted(record, results, row), _status(row))
-    if found.low is None or found.high is None:
+        return KeyFigure(name, "nothing drafted", _nothing_drafted(results, row), status)
+    if found.n == 1:
         return KeyFigure(name, "too few questions", f"{name}: one question is too few for a verdict.")
     if not found.is_firm:
         text = f"{name}: too few questions for a verdict; {_span(found)} of plain's speed on {found.n}."
@@ -361,10 +320,10 @@ def _verdict(record: Record, results: Results, row: Row) -> KeyFigure:
     if verdict == "same":
         return KeyFigure(name, "no difference", f"{name}: no difference from plain can be told {span}.")
     times = times_text(found.median)
-    return KeyFigure(name, times, f"{name} is {verdict}: {times} of plain's speed {span}.", _status(row))
+    return KeyFigure(name, times, f"{name} is {verdict}: {times} of plain's speed {span}.", status)
 
 
-def _nothing_drafted(record: Record, results: Results, row: Row) -> str:
+def _nothing_drafted(results: Results, row: Row) -> str:
     """Why nothing was drafted, what that comes to, and an engine of this run that drafted and was faster."""
     backend, found = row.backend, row.speedup
     what = f"no guess pays on {backend} here" if row.arm.endswith("auto") else f"{row.arm} had no guess"
@@ -381,46 +340,33 @@ def _span(found: Estimate) -> str:
     return f"{times_text(found.low)} to {times_text(found.high)}"
 
 
-def _status(row: Row) -> Status:
-    verdicts: dict[str | None, Status] = {"faster": "ok", "slower": "fail"}
-    return verdicts.get(row.verdict, "info")
-
-
 def _speed(record: Record, results: Results) -> Iterator[Part]:
-    if not results.arms:
-        head = ["", "tok/s", "prompt", "first token", "questions"]
-        for backend in record.settings.backends:
-            cells = [_plain_cells(row) for row in results.rows if row.backend == backend]
-            yield Table(f"Plain decoding · {backend}", head, cells, _SPREAD)
-        return
-    yield Figure(
-        "Speed over plain decoding",
-        partial(speedup_plot, record, results),
-        "Median over questions of tokens per second over plain's on the same question, with 95 % intervals. Dashed, "
-        "with a hollow mark: too few questions for one; their range, and how often such a range covers the true "
-        "median. Left of the dashed line it is slower than plain.",
-        wide=True,
-    )
-    for backend, arm in results.arms:
-        rows = [row for category in [ALL, *results.categories] if (row := results.row(category, backend, arm))]
+    if results.overall:
+        yield Figure(
+            "Speed over plain decoding",
+            partial(speedup_plot, record, results),
+            "Median over questions of tokens per second over plain's on the same question, with 95 % intervals. "
+            "Dashed, with a hollow mark: too few questions for one; their range, and how often such a range covers the "
+            "true median. Left of the dashed line it is slower than plain.",
+            wide=True,
+        )
+    shown = [(row.backend, row.arm) for row in results.overall]
+    for backend, arm in shown or [(backend, "plain") for backend in record.settings.backends]:
+        rows = [row for row in results.rows if (row.backend, row.arm) == (backend, arm)]
         styles: dict[int, RowStyle] = {0: "strong"} if rows[0].verdict in ("faster", "slower") else {}
         styles |= {i: "bad" for i, row in enumerate(rows) if row.verdict == "slower"}
         yield Table(
-            f"{record.arm_name(backend, arm)} against plain",
+            f"{record.arm_name(backend, arm)} against plain" if shown else f"Plain decoding · {backend}",
             ["", "speed", "95 %", "tok/s", "plain", "prompt", "accepted", "length", "slower", "worst", "on"],
             [_speed_cells(row, results.row(row.category, backend, "plain")) for row in rows],
             styles=styles,
         )
     yield Text(
-        f"medians over questions · {_SPREAD} · accepted: of the guesses sent · length: tokens a pass · slower: "
-        "questions where it was · worst, on: the lowest speed and its question",
+        "medians over questions · tok/s ±: from question to question (standard deviation) · prompt: tokens of it read "
+        "in a second · accepted: of the guesses sent · length: tokens a pass · slower: questions where it was · worst, "
+        "on: the lowest speed and its question",
         "muted",
     )
-
-
-def _plain_cells(row: Row) -> list[str]:
-    first = seconds_text(row.time_to_first_token.median)
-    return [row.category, speed_text(row), f"{row.prompt_tokens_per_second:.0f}", first, str(row.n_questions)]
 
 
 def _speed_cells(row: Row, plain: Row | None) -> list[str]:
@@ -429,7 +375,7 @@ def _speed_cells(row: Row, plain: Row | None) -> list[str]:
         times_text(row.speedup.median if row.speedup else None),
         interval_text(row.speedup),
         speed_text(row),
-        speed_text(plain) if plain else "–",
+        speed_text(plain),
         f"{row.prompt_tokens_per_second:.0f}",
         share_text(row.acceptance_rate),
         f"{row.mean_acceptance_length:.2f}",
@@ -450,12 +396,21 @@ def _duels(results: Results) -> Iterator[Part]:
 
 
 def _time(record: Record, results: Results) -> Part:
+    sampling = record.settings.sampling
+    draws = sampling.get("temperature") and sampling.get("seed") is None  # each answer is one of its own
+
+    def same(row: Row) -> str:
+        """``3 of 5 ≈``: answers equal to plain's; ≈ if all others part at near ties."""
+        others = row.n_compared - row.n_same
+        text = f"{row.n_same} of {row.n_compared}" + (" ≈" if others and row.n_near_ties == others else "")
+        return text if row.n_compared and not draws else "–"
+
     rows = [
         [
             record.arm_name(row.backend, row.arm),
             seconds_text(row.time_to_first_token.median),
             *(f"{row.seconds_per_token[part] * 1e3:.1f} ms" for part in ("draft", "verify", "other")),
-            same_text(record, row),
+            same(row),
         ]
         for row in results.rows
         if row.category == ALL
@@ -472,17 +427,11 @@ def _time(record: Record, results: Results) -> Part:
 def _passes(record: Record, passes: Passes) -> Iterator[Part]:
     name = f" · {passes.backend}" if len(record.settings.backends) > 1 else ""
     widths = [each for each in passes.widths if each.width <= 9 or each.width in (10, 12, 16)]
-    base = next((each.calibrated_ms for each in passes.widths if each.width == 1), None) or 1.0
-    yield Table(
-        f"Cost of a pass over w tokens, t(w){name}",
-        ["w", *(str(each.width) for each in widths)],
-        [
-            ["calibrated ms", *(ms_text(each.calibrated_ms) for each in widths)],
-            ["here ms", *(ms_text(each.observed_ms) for each in widths)],
-            ["here, passes", *(str(each.n_observed) for each in widths)],
-            ["× t(1)", *(ms_text(each.calibrated_ms / base if each.calibrated_ms else None) for each in widths)],
-        ],
-    )
+    calibrated = [each.calibrated_ms for each in widths]
+    times = {"calibrated ms": calibrated, "here ms": [each.observed_ms for each in widths]}
+    table = pass_table(name, [each.width for each in widths], times)
+    seen = ["here, passes", *(str(each.n_observed) for each in widths)]
+    yield replace(table, rows=[*table.rows, seen])
     if passes.break_even:
         yield break_even_table({each: (passes.step_ms[each], even) for each, even in passes.break_even.items()}, name)
     yield Figure(
@@ -501,26 +450,24 @@ def _passes(record: Record, passes: Passes) -> Iterator[Part]:
 
 
 def _acceptance(record: Record, results: Results) -> Iterator[Part]:
-    rows = [row for arm in results.arms if (row := results.row(ALL, *arm)) and row.by_position]
+    rows = {record.arm_name(row.backend, row.arm): row for row in results.overall if row.by_position}
     if not rows:
         return
-    names = [record.arm_name(row.backend, row.arm) for row in rows]
-    longest = max(len(row.by_position) for row in rows)
-    shares = [[share_text(each.rate) for each in row.by_position] for row in rows]
-    yield Table(
-        "Acceptance by position in the draft",
-        ["position", *map(str, range(1, longest + 1))],
-        [[name, *each, *["–"] * (longest - len(each))] for name, each in zip(names, shares, strict=True)],
-    )
+    longest = max(len(row.by_position) for row in rows.values())
+    shares = []
+    for name, row in rows.items():
+        sent = [share_text(each.rate) for each in row.by_position]
+        shares.append([name, *sent, *["–"] * (longest - len(sent))])
+    yield Table("Acceptance by position in the draft", ["position", *map(str, range(1, longest + 1))], shares)
     counts = [
         [name, source, str(each.drafted), str(each.accepted), share_text(each.rate)]
-        for name, row in zip(names, rows, strict=True)
+        for name, row in rows.items()
         for source, each in row.by_source.items()
     ]
     yield Table("Acceptance by drafter", ["arm", "drafter", "sent", "accepted", "share"], counts, left=2)
     yield Figure(
         "",
-        partial(position_plot, record, rows),
+        partial(position_plot, rows),
         "Share of the guesses sent at each position that were accepted, all before them included; lines are 95 % "
         "Wilson intervals.",
     )
@@ -567,159 +514,3 @@ def _rounds(record: Record) -> Iterator[Part]:
             yield Figure("Round by round", draw, caption, wide=True)
         else:
             yield Figure("", draw, summary=name)
-
-
-# Two runs compared. If both asked the same questions, the median over questions of B/A is estimated, else the quotient
-# of the medians. Intervals shown are 95 %; a verdict takes one at the level that keeps the probability of any false
-# verdict under 5 % (Bonferroni), among the rows over all categories and among those of single ones.
-
-SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedFigure:
-    """One figure in both runs."""
-
-    figure: str  # tok/s or speed-up
-    category: str  # or all
-    arm: str  # with the engines' names where they differ
-    a: float
-    b: float
-    ratio: Estimate  # of B over A
-    paired: bool  # whether the runs asked the same questions
-    verdict: str
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two runs."""
-
-    names: tuple[str, str]  # the files
-    titles: tuple[str, str]  # the models
-    differences: list[str]  # what is not the same in both, in clauses
-    doubts: list[str]  # why the verdicts may be wrong all the same
-    levels: tuple[float, float]  # what a verdict takes: over all categories, in a single one
-    lines: list[ComparedFigure]
-
-
-def comparison(a: Record, b: Record, names: tuple[str, str]) -> Comparison:
-    """Compare B with A.
-
-    Raises:
-        UsageError: they have nothing in common that could be compared.
-    """
-    for name, record in zip(names, (a, b), strict=True):
-        if not record.samples:
-            raise UsageError(f"{name}: nothing was measured in this run")
-    arms = [arm for arm in a.settings.arms if arm in b.settings.arms]
-    of_a, of_b = a.settings.backends, b.settings.backends
-    engines = [(name, name) for name in of_a if name in of_b] or [(of_a[0], of_b[0])]
-    measured = [
-        figures
-        for arm in arms
-        for engine in engines
-        for category in _categories(a, b)
-        for figures in _figures(a, b, arm, engine, category)
-    ]
-    if not measured:
-        raise UsageError(f"{names[0]} and {names[1]} have no arm and no category in common")
-    n_overall = sum(category == ALL for _, category, *_ in measured)
-    levels = tuple(1.0 - (1.0 - LEVEL) / max(1, n) for n in (n_overall, len(measured) - n_overall))
-    lines = [_line(*each, levels[each[1] != ALL]) for each in measured]
-    why = [f"{letter}: {remark}" for letter, record in zip("AB", (a, b), strict=True) for remark in doubts(record)]
-    changes = [f"{name}: {_short(was)} / {_short(is_now)}" for name, was, is_now in differences(a, b)]
-    return Comparison(names, (a.title, b.title), changes, why, (levels[0], levels[1]), lines)
-
-
-def _categories(a: Record, b: Record) -> list[str]:
-    of_a, of_b = ({sample.category for sample in record.samples} for record in (a, b))
-    ordered = list(dict.fromkeys(sample.category for sample in a.samples if sample.category in of_b))
-    if of_a == of_b and len(ordered) == 1:
-        return [ALL]
-    # "All" of two runs over different kinds of work would compare the work.
-    return [*([ALL] if of_a == of_b else []), *ordered]
-
-
-_Measured = tuple[str, str, str, Ratios, Ratios]
-
-
-def _figures(a: Record, b: Record, arm: str, engine: tuple[str, str], category: str) -> Iterator[_Measured]:
-    """Speed-ups and speeds of an arm in a category by question, in both runs."""
-    chosen: list[list[Sample]] = [
-        [sample for sample in record.samples if category in (ALL, sample.category)] for record in (a, b)
-    ]
-    alone = engine[0] == engine[1] and len(a.settings.backends) == 1
-    name = arm if alone else f"{arm} ({' / '.join(dict.fromkeys(engine))})"
-    if arm != "plain":
-        first, second = (
-            ratios(group, (which, arm), (which, "plain")) for group, which in zip(chosen, engine, strict=True)
-        )
-        if first and second:
-            yield "speed-up", category, name, first, second
-    first, second = (
-        by_question(of_arm(group, which, arm), lambda sample: sample.speed)
-        for group, which in zip(chosen, engine, strict=True)
-    )
-    if first and second:
-        yield "tok/s", category, name, first, second
-
-
-def _line(figure: str, category: str, arm: str, a: Ratios, b: Ratios, level: float) -> ComparedFigure:
-    shared = [question for question in a if question in b]
-    paired = len(shared) == len(a) == len(b) or range_level(len(shared)) >= level
-    if paired:
-        a, b = {q: a[q] for q in shared}, {q: b[q] for q in shared}
-
-    def found(level: float) -> Estimate | None:
-        if not paired:
-            return estimate_quotient(b, a, level)
-        # By question, every repeat of B over every repeat of A: their median estimates the quotient.
-        return estimate({question: [y / x for x in a[question] for y in b[question]] for question in a}, level)
-
-    ratio, strict = found(LEVEL), found(level)
-    assert ratio is not None
-    assert strict is not None
-    verdict = "no difference can be told"
-    if strict.low is None or strict.high is None or strict.level is None or strict.level < level:
-        verdict = "too few questions"
-    elif strict.low > 1 or strict.high < 1:
-        verdict = f"B is {'higher' if strict.low > 1 else 'lower'}"
-    return ComparedFigure(figure, category, arm, round(middle(a), 4), round(middle(b), 4), ratio, paired, verdict)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {each}" for name, each in value.items()) or "greedy"
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else str(value)
-
-
-def comparison_report(found: Comparison) -> Report:
-    names = [f"{name} · {what}" for name, what in zip(found.names, found.titles, strict=True)]
-    parts: list[Part] = [Facts(dict(zip("AB", names, strict=True)))]
-    if found.differences:
-        parts.append(Facts(dict(each.split(": ", 1) for each in found.differences), "What is not the same, A / B"))
-    parts += [Text(doubt, "note") for doubt in found.doubts]
-    for figure, arm in dict.fromkeys((line.figure, line.arm) for line in found.lines):
-        lines = [line for line in found.lines if (line.figure, line.arm) == (figure, arm)]
-        parts.append(Table(f"{figure} · {arm}", ["", "A", "B", "B/A", "95 %", "verdict"], list(map(_cells, lines))))
-    notes = (
-        "Intervals at 95 %. "
-        f"A verdict takes one at {found.levels[0]:.1%} over all categories and at {found.levels[1]:.1%} in a "
-        "single one, so that any of them is wrong with a probability under 5 %."
-    )
-    if any(not line.paired for line in found.lines):
-        notes += " *: not the same questions, so medians are compared."
-    return Report("bench compare", "B against A", [*parts, Text(notes, "muted")])
-
-
-def _cells(line: ComparedFigure) -> list[str]:
-    shown: Callable[[float], str] = times_text if line.figure == "speed-up" else lambda value: f"{value:.1f}"
-    ratio = f"{line.ratio.median:.2f}" + ("" if line.paired else "*")
-    return [line.category, shown(line.a), shown(line.b), ratio, interval_text(line.ratio), line.verdict]
-
-
-def comparison_json(found: Comparison) -> str:
-    head = {"type": "localspec bench compare", "schema_version": SCHEMA_VERSION}
-    return json.dumps(head | asdict(found), ensure_ascii=False, allow_nan=False, indent=1) + "\n"

@@ -9,14 +9,17 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import product
 from typing import Literal
 
 import numpy as np
 
 from localspec.commands.bench.record import Engine, Record, Settings
-from localspec.commands.doctor.facts import break_even_by_length
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.stopping import Times
+from localspec.measuring.passes import break_even_by_length
 from localspec.measuring.statistics import FEWEST, Estimate, estimate, middle
 from localspec.measuring.subject import NEAR_TIE, Sample
 from localspec.spec_decode.rounds import SpecStats
@@ -27,12 +30,8 @@ BUSY = 0.10  # CPU share of others from which an answer counts as disturbed
 DRIFT = 0.05  # change of plain speed from the first third of a run to the last that is worth a remark
 
 
-def remarks(record: Record, rows: Sequence[Row]) -> list[str]:
+def remarks(record: Record, rows: Sequence[Row]) -> Iterator[str]:
     """Remarks in sentences, the gravest first."""
-    return [*_ending(record), *doubts(record), *_thin(record, rows)]
-
-
-def _ending(record: Record) -> Iterator[str]:
     if record.ended == "interrupted":
         yield "It was interrupted; this is what was measured until then."
     if record.skipped:
@@ -41,6 +40,18 @@ def _ending(record: Record) -> Iterator[str]:
         yield f"Left out, as they do not fit into the context: {n} question{'s' * (n != 1)} ({few})."
     if len(record.sessions) > 1:
         yield f"It was measured in {len(record.sessions)} parts; each began with the knowledge of a fresh start."
+    yield from doubts(record)
+    firm = [row.speedup.is_firm for row in rows if row.speedup is not None]
+    if not all(firm):
+        where = "Categories of fewer" if any(firm) else "Fewer"
+        more = " Run without --quick for a verdict." if record.settings.mode == "quick" and not any(firm) else ""
+        yield f"{where} than {FEWEST} questions: the range is shown instead of a 95 % interval.{more}"
+    n_apart = sum(sample.parted_by is not None and sample.parted_by > NEAR_TIE for sample in record.samples)
+    if n_apart:
+        yield (
+            f"{n_apart} answer{' parts' if n_apart == 1 else 's part'} from plain's at two tokens over {NEAR_TIE:g} "
+            "logits apart, as a rule more than rounding: localspec verify tells."
+        )
 
 
 def doubts(record: Record) -> Iterator[str]:
@@ -73,20 +84,6 @@ def doubts(record: Record) -> Iterator[str]:
             )
         if each.noise > 2 * DRIFT:
             yield f"Plain decoding{name} itself varied by ±{each.noise:.0%} from answer to answer."
-
-
-def _thin(record: Record, rows: Sequence[Row]) -> Iterator[str]:
-    firm = [row.speedup.is_firm for row in rows if row.speedup is not None]
-    if not all(firm):
-        where = "Categories of fewer" if any(firm) else "Fewer"
-        more = " Run without --quick for a verdict." if record.settings.mode == "quick" and not any(firm) else ""
-        yield f"{where} than {FEWEST} questions: the range is shown instead of a 95 % interval.{more}"
-    n_apart = sum(sample.parted_by is not None and sample.parted_by > NEAR_TIE for sample in record.samples)
-    if n_apart:
-        yield (
-            f"{n_apart} answer{' parts' if n_apart == 1 else 's part'} from plain's at two tokens over {NEAR_TIE:g} "
-            "logits apart, as a rule more than rounding: localspec verify tells."
-        )
 
 
 # How well predicted acceptances are calibrated.
@@ -191,10 +188,8 @@ class Row:
     @property
     def verdict(self) -> Verdict | None:
         """Speed against plain by the 95 % interval; None without one."""
-        found = self.speedup
-        if found is None or not found.is_firm or found.low is None or found.high is None:
-            return None
-        return "faster" if found.low > 1 else "slower" if found.high < 1 else "same"
+        verdicts: dict[int | None, Verdict] = {1: "faster", 0: "same", -1: "slower"}
+        return None if self.speedup is None else verdicts.get(self.speedup.against_one())
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,15 +235,10 @@ class PredictionQuality:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Plain decoding's own speed over the run.
-
-    Attributes:
-        change: median speed of a one-token pass in the last third of plain's answers over that in the first, less 1;
-            None with fewer than 6 answers.
-    """
+    """Plain decoding's own speed over the run; None with fewer than 6 answers."""
 
     backend: str  # the engine
-    change: float | None
+    change: float | None  # median speed of a one-token pass in the last third of its answers over the first, less 1
     noise: float | None  # how far the speed of a plain answer lies from the median, relative; the median of that
 
 
@@ -268,14 +258,9 @@ class Results:
         return next((row for row in self.rows if (row.category, row.backend, row.arm) == wanted), None)
 
     @property
-    def categories(self) -> list[str]:
-        """Without ``all``."""
-        return [category for category in dict.fromkeys(row.category for row in self.rows) if category != ALL]
-
-    @property
-    def arms(self) -> list[tuple[str, str]]:
-        """Engine and arm of every arm but plain."""
-        return list(dict.fromkeys((row.backend, row.arm) for row in self.rows if row.arm != "plain"))
+    def overall(self) -> list[Row]:
+        """Over all categories, of every arm but plain."""
+        return [row for row in self.rows if row.category == ALL and row.arm != "plain"]
 
 
 def analyse(record: Record) -> Results:
@@ -296,13 +281,9 @@ def analyse(record: Record) -> Results:
         duels=[duel for category, group in groups.items() for duel in _duels(category, group, settings)],
         passes=[_passes(engine, samples) for engine in record.engines],
         judgements=list(_judgements(record)),
-        drift=drifts(record),
-        remarks=remarks(record, rows),
+        drift=list(drifts(record)),
+        remarks=list(remarks(record, rows)),
     )
-
-
-def drifts(record: Record) -> list[Drift]:
-    return [_drift(engine.backend, record.samples) for engine in record.engines]
 
 
 def of_arm(samples: Iterable[Sample], backend: str, arm: str) -> list[Sample]:
@@ -323,12 +304,6 @@ def by_question(samples: Iterable[Sample], figure: Callable[[Sample], float]) ->
     return found
 
 
-def _sure(values: Ratios) -> Estimate:
-    found = estimate(values)
-    assert found is not None
-    return found
-
-
 def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
     """One arm's answers (``own``) among those of all arms."""
     backend, arm = own[0].backend, own[0].arm
@@ -340,6 +315,9 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
     total = SpecStats.total(sample.stats for sample in own)
     tokens = total.completion_tokens
     speeds = by_question(own, lambda sample: sample.speed)
+    speed, first = estimate(speeds), estimate(by_question(own, lambda sample: sample.time_to_first_token))
+    assert speed is not None
+    assert first is not None
     positions = zip(total.drafted_per_position, total.accepted_per_position, strict=True)
     return Row(
         category=category,
@@ -348,7 +326,7 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
         n_questions=len({sample.question for sample in own}),
         n_samples=len(own),
         tokens=tokens,
-        tokens_per_second=_sure(speeds),
+        tokens_per_second=speed,
         speedup=estimate(speedups),
         n_slower=sum(value < 1 for value in medians.values()),
         worst_question=worst,
@@ -360,32 +338,28 @@ def _row(category: str, own: Sequence[Sample], group: Sequence[Sample]) -> Row:
             for source, counts in total.by_source.items()
         },
         by_position=[Position(drafted, accepted) for drafted, accepted in positions if drafted],
-        time_to_first_token=_sure(by_question(own, lambda sample: sample.time_to_first_token)),
+        time_to_first_token=first,
         seconds_per_token={part: total[f"seconds_{part}"] / tokens for part in ("draft", "verify", "other")},
         n_same=sum(one == other for one, other in compared),
         n_compared=len(compared),
         n_near_ties=sum(sample.parted_by is not None and sample.parted_by <= NEAR_TIE for sample in own),
-        prompt_tokens_per_second=middle(by_question(own, _prompt_speed)),
+        # All of a prompt but its last token is read before the answer begins.
+        prompt_tokens_per_second=middle(
+            by_question(own, lambda s: (s.prompt_tokens - 1) / max(s.seconds_prompt, 1e-9))
+        ),
         spread=statistics.stdev(map(statistics.median, speeds.values())) if len(speeds) > 1 else None,
     )
 
 
-def _prompt_speed(sample: Sample) -> float:
-    """All of the prompt but its last token is read before the answer begins."""
-    return (sample.prompt_tokens - 1) / sample.seconds_prompt if sample.seconds_prompt else 0.0
-
-
 def _duels(category: str, samples: Sequence[Sample], settings: Settings) -> Iterator[Duel]:
     first = settings.backends[0]
+    lengths = [arm for arm in settings.arms if arm.rpartition(":")[2].isdigit()]
     for backend in settings.backends:
         prefix = f"{backend} " if len(settings.backends) > 1 else ""
-        fixed = {
-            arm: found
-            for arm in settings.arms
-            if arm.rpartition(":")[2].isdigit() and (found := ratios(samples, (backend, arm), (backend, "plain")))
-        }
+        speeds = {arm: middle(ratios(samples, (backend, arm), (backend, "plain"))) for arm in lengths}
+        fixed = [arm for arm in lengths if not math.isnan(speeds[arm])]
         if "auto" in settings.arms and fixed:
-            best = max(fixed, key=lambda arm: middle(fixed[arm]))
+            best = max(fixed, key=lambda arm: speeds[arm])
             if duel := estimate(ratios(samples, (backend, "auto"), (backend, best))):
                 yield Duel(category, "auto and the best fixed length", prefix + "auto", prefix + best, duel)
     for other in settings.backends[1:]:
@@ -400,56 +374,51 @@ def _passes(engine: Engine, samples: Iterable[Sample]) -> Passes:
         if sample.backend == engine.backend:
             for _, ms_verify, _, n_draft, _, _ in sample.rounds:
                 observed.setdefault(int(n_draft) + 1, []).append(ms_verify)
-    calibrated = {int(width): ms for width, ms in engine.pass_ms.items()}
     widths = []
-    for width in sorted({*calibrated, *observed}):
+    for width in sorted({*engine.pass_ms, *observed}):
         passes = observed.get(width, [])
         middle_ms = round(statistics.median(passes), 4) if passes else None
-        widths.append(Width(width, calibrated.get(width), middle_ms, len(passes)))
-    times = PassTimes(calibrated)
-    steps = {source: engine.draft_ms.get(source, 0.0) for source in engine.sources}
-    even = {
-        source: {str(length): share for length, share in found.items()}
-        for source, step in steps.items()
-        for found in [break_even_by_length(times, step, _block_ms(engine, source, step))]
-    }
+        widths.append(Width(width, engine.pass_ms.get(width), middle_ms, len(passes)))
+    times, steps, even = PassTimes(engine.pass_ms), dict[str, float](), dict[str, dict[str, float | None]]()
+    for source in engine.sources:
+        step = steps[source] = engine.draft_ms.get(source, 0.0)
+        # A pass that makes a whole draft takes by the number of its tokens, or always as long.
+        rows = engine.block_ms.get(source)
+        whole: Times | None = PassTimes(rows) if rows else partial(_always, step) if source in engine.one_pass else None
+        found = break_even_by_length(times, step, whole)
+        even[source] = {str(length): share for length, share in found.items()}
     return Passes(engine.backend, widths, steps, even)
 
 
-def _block_ms(engine: Engine, source: str, step_ms: float) -> Times | None:
-    """The time of a pass that makes a whole draft, by the number of its tokens; None where none does."""
-    if rows := engine.block_ms.get(source):
-        return PassTimes({int(width): ms for width, ms in rows.items()})
-    return (lambda n: step_ms) if source in engine.one_pass else None
+def _always(ms: float, n: int) -> float:
+    return ms
 
 
 def _judgements(record: Record) -> Iterable[PredictionQuality]:
+    predicting = [arm for arm in record.settings.arms if arm.rpartition(":")[2] == "auto"]
+    for backend, arm in product(record.settings.backends, predicting):
+        own = of_arm(record.samples, backend, arm)
+        judged = [(source, expected, bool(right)) for s in own for source, _, expected, right in s.judged]
+        sources = list(dict.fromkeys(source for source, _, _ in judged))
+        for name in [ALL, *(sources if len(sources) > 1 else [])]:
+            found = reliability((p, right) for source, p, right in judged if name in (ALL, source))
+            if found is not None:
+                yield PredictionQuality(backend, arm, name, found)
+
+
+def drifts(record: Record) -> Iterator[Drift]:
     for backend in record.settings.backends:
-        for arm in record.settings.arms:
-            if arm.rpartition(":")[2] != "auto":
-                continue
-            own = of_arm(record.samples, backend, arm)
-            judged = [(source, expected, bool(right)) for s in own for source, _, expected, right in s.judged]
-            sources = list(dict.fromkeys(source for source, _, _ in judged))
-            for name in [ALL, *(sources if len(sources) > 1 else [])]:
-                found = reliability((p, right) for source, p, right in judged if name in (ALL, source))
-                if found is not None:
-                    yield PredictionQuality(backend, arm, name, found)
-
-
-def _drift(backend: str, samples: Iterable[Sample]) -> Drift:
-    plain = sorted(of_arm(samples, backend, "plain"), key=lambda sample: sample.started)
-    speeds = [1e3 / statistics.median(row[1] for row in s.rounds) for s in plain if s.rounds]
-    if len(speeds) < 6:
-        return Drift(backend, None, None)
-    third, usual = len(speeds) // 3, statistics.median(speeds)
-    change = statistics.median(speeds[-third:]) / statistics.median(speeds[:third]) - 1
-    noise = statistics.median(abs(speed / usual - 1) for speed in speeds)
-    return Drift(backend, round(change, 4), round(noise, 4))
+        plain = sorted(of_arm(record.samples, backend, "plain"), key=lambda sample: sample.started)
+        speeds = [1e3 / statistics.median(row[1] for row in s.rounds) for s in plain if s.rounds]
+        if len(speeds) < 6:
+            yield Drift(backend, None, None)
+            continue
+        third, usual = len(speeds) // 3, statistics.median(speeds)
+        change = statistics.median(speeds[-third:]) / statistics.median(speeds[:third]) - 1
+        noise = statistics.median(abs(speed / usual - 1) for speed in speeds)
+        yield Drift(backend, round(change, 4), round(noise, 4))
 
 
 def time_text(seconds: float) -> str:
-    """``1:05`` or ``2:03:09``."""
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    """``01:05`` or ``2:03:09``."""
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")

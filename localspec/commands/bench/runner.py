@@ -12,48 +12,25 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from localspec._version import __version__
 from localspec.backends.base import Context
 from localspec.backends.placement import Placement
 from localspec.backends.registry import check_name
-from localspec.commands.bench.record import (
-    Ending,
-    Engine,
-    ModelFile,
-    Record,
-    RecordError,
-    Settings,
-    Sitting,
-    differences,
-)
+from localspec.commands.bench.record import Ending, Engine, ModelFile, Record, Settings, Sitting, differences
 from localspec.commands.bench.results import ratios, time_text
 from localspec.commands.doctor import facts
-from localspec.commands.doctor.ranking import WIDTHS
 from localspec.commands.options import RunOptions, Watch, ensure_model
 from localspec.controllers.calibration import WHOLE, PassKind, calibrating
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine.fit import USUAL_CTX
 from localspec.engine.options import LoadOptions
 from localspec.engine.pair import Pair
-from localspec.errors import Cancelled, UsageError, check_text
+from localspec.errors import Cancelled, LocalspecError, UsageError, check_text
 from localspec.llm import LLM
-from localspec.measuring.subject import (
-    SLICE_TOKENS,
-    Block,
-    Clock,
-    EngineUnderTest,
-    Place,
-    TimedAnswer,
-    blocks,
-    is_tight,
-    kv_bytes,
-    measure,
-    parse_arms,
-    places,
-    split_names,
-)
+from localspec.measuring import subject as measuring
+from localspec.measuring.passes import WIDTHS
+from localspec.measuring.subject import Block, EngineUnderTest, TimedAnswer, parse_arms, split_names
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import GGUFFile, fingerprint, model_bytes, model_files
 from localspec.model_files.sources.base import size_text
@@ -78,7 +55,7 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
         parts.append((draft.source, draft.name, draft.context, path, draft.passes, draft.times))
     models, times = list[ModelFile](), dict[str, PassTimes]()
     for source, name, context, path, passes, known in parts:
-        size, kv = context.model.size_bytes, kv_bytes(context, kv_type)
+        size, kv = context.model.size_bytes, measuring.kv_bytes(context, kv_type)
         models.append(ModelFile(source, name, path.name, size, sha256(path, watch), kv))
         times[source] = known
         if measure:
@@ -92,23 +69,17 @@ def engine_facts(subject: EngineUnderTest, kv_type: str, watch: Watch, *, measur
         n_ctx=llm.n_ctx,
         models=models,
         sources=subject.sources,
-        pass_ms={str(width): round(times["target"](width), 4) for width in WIDTHS},
+        pass_ms={width: round(times["target"](width), 4) for width in WIDTHS},
         draft_ms={draft.source: round(times[draft.source](1), 4) for draft in own.models},
         passes_measured="now" if measure else "before",
         warnings=llm.warnings,
         one_pass=[draft.source for draft in own.models if draft.drafter.info.one_pass],
         block_ms={
-            draft.source: {str(width): round(times[draft.source](width), 4) for width in WIDTHS}
+            draft.source: {width: round(times[draft.source](width), 4) for width in WIDTHS}
             for draft in own.models
             if draft.drafter.info.rows_of_draft
         },
     )
-
-
-def _measured_ctx(model: str) -> int:
-    """Context size [tokens] where none is asked for: every way of decoding has contexts of its own."""
-    with GGUFFile(Catalog.load().resolve(model)) as gguf:
-        return min(USUAL_CTX, gguf.n_ctx_train or USUAL_CTX)
 
 
 def _measured(context: Context, passes: PassKind, watch: Watch, pair: Pair) -> PassTimes:
@@ -207,7 +178,6 @@ def _resumed(request: BenchRequest, then: Settings) -> BenchRequest:
     }
     if not options.load.placement:
         load["placement"] = Placement(**then.placement)
-    sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in then.sampling.items()}
     return replace(
         request,
         options=replace(
@@ -217,7 +187,7 @@ def _resumed(request: BenchRequest, then: Settings) -> BenchRequest:
             draft_only=options.draft_only or not options.draft,
             load=replace(options.load, **load),
             system=options.system or then.system,
-            sampling=sampling | {"max_tokens": then.max_tokens} | dict(options.sampling),
+            sampling=then.sampling | {"max_tokens": then.max_tokens} | dict(options.sampling),
         ),
         backends=request.backends or then.backends,
         arms=request.arms or then.arms,
@@ -260,22 +230,11 @@ _CHANGES = ("memory_available_bytes", "busy_share", "on_battery", "throttled", "
 
 
 class BenchRun:
-    """A run as it was asked for; ``measure`` carries it out.
+    """A run as it was asked for; ``measure`` carries it out. ``UsageError``: the request makes no sense.
 
     Args:
         before: a run to go on with.
         save: called with the record after every question.
-
-    Attributes:
-        options: models and how to run them; its ``backend`` is not used.
-        settings: as asked; once the engines are loaded, the record has their own names, whether there is memory to
-            answer in slices, and in a quick run the length of answers.
-        arms: ``plain`` first.
-        questions: in the order to ask them.
-        mode: how thorough, with the command line's changes in it.
-
-    Raises:
-        UsageError: the request makes no sense.
     """
 
     def __init__(
@@ -292,7 +251,7 @@ class BenchRun:
         if before is not None:
             request = _resumed(request, before.settings)
         options, mode, categories = request.options, _mode(request), split_names(request.categories)
-        slice_tokens = SLICE_TOKENS if request.slice_tokens is None else request.slice_tokens
+        slice_tokens = measuring.SLICE_TOKENS if request.slice_tokens is None else request.slice_tokens
         if not 0 <= slice_tokens <= 1000:
             raise UsageError(f"--slice must be in 0..1000, not {slice_tokens}")
         backends = split_names(request.backends) or ["auto"]
@@ -328,11 +287,8 @@ class BenchRun:
         self._began = time.monotonic()
 
     def measure(self) -> Record | None:
-        """Measure until it is enough, time is up, or Ctrl-C; None where nothing was measured.
-
-        Raises:
-            LocalspecError: a pair cannot be loaded, or a run cannot be resumed.
-        """
+        """Measure until it is enough, time is up, or Ctrl-C; None where nothing was measured. ``LocalspecError``: a
+        pair cannot be loaded, or a run cannot be resumed."""
         sitting = Sitting(
             started=round(time.time(), 1),
             seconds=0.0,
@@ -344,12 +300,11 @@ class BenchRun:
         )
         throttle = machine.throttle_count()
         with ExitStack() as stack:
+            in_slices, system = self.settings.slice_tokens > 0, self.options.system
             subjects = []
             for llm in self._load(stack):
-                in_slices, system = self.settings.slice_tokens > 0, self.options.system
-                subject = EngineUnderTest(llm, self.arms, self._watch.stopped, system, in_slices=in_slices)
-                stack.callback(subject.restore)
-                subjects.append(subject)
+                subjects.append(EngineUnderTest(llm, self.arms, self._watch.stopped, system, in_slices=in_slices))
+                stack.callback(subjects[-1].restore)
             record = self._begun(subjects, sitting)
             with on_interrupt(self._watch.stopped.set):
                 try:
@@ -374,13 +329,14 @@ class BenchRun:
         options, backends, loaded = self.options, self.settings.backends, list[LLM]()
         model = ensure_model(options.model, options.drafters(), yes=options.yes)
         self.settings = replace(self.settings, model=model)
+        with GGUFFile(Catalog.load().resolve(model)) as gguf:  # every way of decoding has contexts of its own
+            usual = min(USUAL_CTX, gguf.n_ctx_train or USUAL_CTX)
         for backend in backends:
             if loaded:
                 self._check_room(loaded[0], len(backends) - len(loaded))
             self._progress.report(f"loading {model}" + (f" with {backend}" if len(backends) > 1 else ""), None)
-            load = {"backend": backend, "n_ctx": options.load.n_ctx or _measured_ctx(model)}
-            measuring = replace(options, model=model).for_measuring(**load)
-            loaded.append(stack.enter_context(measuring.open(self._watch.report)))
+            asked = replace(options, model=model).for_measuring(backend=backend, n_ctx=options.load.n_ctx or usual)
+            loaded.append(stack.enter_context(asked.open(self._watch.report)))
         return loaded
 
     def _check_room(self, llm: LLM, n_more: int) -> None:
@@ -413,7 +369,7 @@ class BenchRun:
         if before is not None:
             for name, was, is_now in differences(before, record):
                 if name not in ("localspec", "Python"):
-                    raise RecordError(f"cannot resume: it was measured with {name} {was!r}, now {is_now!r}")
+                    raise LocalspecError(f"cannot resume: it was measured with {name} {was!r}, now {is_now!r}")
             record.sessions = [*before.sessions, sitting]
             record.samples, record.skipped, record.engines = before.samples, before.skipped, before.engines
         return record
@@ -424,8 +380,8 @@ class BenchRun:
         self._progress.report("warming up", None)
         for subject in subjects:
             subject.warm_up()
-        todo = list(blocks(questions, mode.repeats))
-        clock = Clock(self._began, None if mode.minutes is None else mode.minutes * 60, len(todo))
+        todo = list(measuring.blocks(questions, mode.repeats))
+        clock = measuring.Clock(self._began, None if mode.minutes is None else mode.minutes * 60, len(todo))
         done = {sample.key for sample in record.samples}
         others = [(backend, arm) for backend in settings.backends for arm in settings.arms if arm != "plain"]
         for number, block in enumerate(todo):
@@ -435,35 +391,40 @@ class BenchRun:
                     subject.forget()
             wanted = [
                 (place, subject, arm)
-                for place, subject, arm in places(subjects, block)
+                for place, subject, arm in measuring.places(subjects, block)
                 if (block.question.id, subject.llm.backend_name, arm.name, block.repeat) not in done
             ]
             if wanted:
                 began = time.monotonic()
                 if not clock.has_time(began):
                     return "time"
-                self._block(block, wanted, record, clock, number)
+                left = clock.left(began, number)
+                about = f"{number + 1} of at most {len(todo)}: {block.question.id}"
+                about += "" if left is None else f", {time_text(left)} left"
+                self._progress.report(about, None)
+                shown = partial(self._show, about, record, number, len(todo))
+                params = _params(settings, block)
+                record.samples += measuring.measure(block, wanted, params, settings.slice_tokens, shown)
                 clock.add(time.monotonic() - began)
                 self._note_time(record.sessions[-1])
                 self._save(record)
             if block.ends_cycle:
                 speedups = [ratios(record.samples, each, (each[0], "plain")) for each in others]
-                if is_tight(speedups, mode.tolerance):
+                if measuring.is_tight(speedups, mode.tolerance):
                     return "tight"
         return "complete"
 
     def _that_fit(self, subjects: Sequence[EngineUnderTest], record: Record) -> list[Question]:
         """Questions that leave room for the answer in every context."""
-        fitting, longest, record.skipped = list[Question](), record.settings.max_tokens, []
-        for number, question in enumerate(self.questions):
-            if self._watch.stopped.is_set():
-                raise Cancelled("measuring was stopped")
-            self._progress.report("counting tokens", number / len(self.questions))
+        longest = record.settings.max_tokens
+
+        def fits(question: Question) -> bool:
             room = longest * len(question.turns)  # the answers to earlier turns are part of the prompt
-            if all(subject.n_tokens(question) + room < subject.llm.n_ctx for subject in subjects):
-                fitting.append(question)
-            else:
-                record.skipped.append(question.id)
+            return all(subject.n_tokens(question) + room < subject.llm.n_ctx for subject in subjects)
+
+        self._progress.report("counting tokens", None)
+        fitting = list(filter(fits, self.questions))
+        record.skipped = [question.id for question in self.questions if question not in fitting]
         if not fitting:
             n_ctx = min(subject.llm.n_ctx for subject in subjects)
             raise UsageError(
@@ -472,25 +433,14 @@ class BenchRun:
             )
         return fitting
 
-    def _block(self, block: Block, wanted: Sequence[Place], record: Record, clock: Clock, number: int) -> None:
-        left = clock.left(time.monotonic(), number)
-        about = f"{number + 1} of at most {clock.n_blocks}: {block.question.id}"
-        about += "" if left is None else f", {time_text(left)} left"
-
-        def report(answer: TimedAnswer, fraction: float) -> None:
-            name = record.arm_name(answer.backend, answer.arm.name)
-            self._progress.report(f"{about} · {name}", (number + fraction) / clock.n_blocks)
-
-        self._progress.report(about, None)
-        params = _params(record.settings, block)
-        record.samples += measure(block, wanted, params, record.settings.slice_tokens, report)
+    def _show(self, about: str, record: Record, number: int, n_blocks: int, answer: TimedAnswer, done: float) -> None:
+        name = record.arm_name(answer.backend, answer.arm.name)
+        self._progress.report(f"{about} · {name}", (number + done) / n_blocks)
 
 
 def _params(settings: Settings, block: Block) -> SamplingParams:
     """How a question is sampled in a repeat: with a seed of its own, the same for all arms, where one was given."""
-    given: dict[str, Any] = {
-        name: tuple(value) if name == "stop" else value for name, value in settings.sampling.items()
-    }
+    given = dict(settings.sampling)
     if given.get("seed") is not None:
         name = f"{given['seed']}/{block.question.id}/{block.repeat}"
         given["seed"] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")

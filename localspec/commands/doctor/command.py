@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from localspec._version import __version__
+from localspec.backends import backend_names
 from localspec.backends.llama.ggml import NATIVE_COMMAND
 from localspec.commands.doctor import facts, fit, ranking
 from localspec.commands.doctor.facts import (
@@ -24,7 +27,6 @@ from localspec.commands.doctor.facts import (
     Recommendation,
 )
 from localspec.commands.doctor.fit import ExaminedModel
-from localspec.commands.doctor.ranking import cost_findings, measure_costs
 from localspec.commands.options import RunOptions, Watch, called, joined
 from localspec.engine.draft_sources import is_free
 from localspec.engine.fit import layers_for
@@ -36,9 +38,10 @@ from localspec.heads.kinds import names_published_head
 from localspec.heads.published import computes_mtp
 from localspec.heads.sources import found_heads, head_files, heads_of
 from localspec.measuring.last_bench import last_bench
+from localspec.measuring.passes import break_even_table, pass_table
 from localspec.model_files.catalog import Catalog, short_name
 from localspec.model_files.sources.base import size_text
-from localspec.report.model import Finding, Findings, Lines, Part, Table, Text
+from localspec.report.model import Finding, Findings, Part, Table, Text
 from localspec.report.renderers import Screen
 from localspec.spec_decode.drafters.names import CORPUS, NGRAM, PARD, is_corpus
 from localspec.system import machine
@@ -52,9 +55,7 @@ if TYPE_CHECKING:
 
 # The recommendation: speculate, with what, or not at all.
 
-EASY, HARD = 0.55, 0.85
-"""Acceptance rate of a small draft model of the target's family: greedy, on free chat and on code."""
-
+EASY = 0.55  # acceptance rate of a small draft model of the target's family, greedy, on free chat
 TYPICAL, HIGH = 0.7, 0.9
 """Acceptance rates for which a speed-up is named: where drafting pays nearly everywhere, and on easy text only."""
 
@@ -70,31 +71,18 @@ def doubtful(found: Examination) -> list[str]:
     return [each.name for each in found.checks if each.status == "note" and each.name in _DOUBTS]
 
 
-def pays(found: PayoffFacts) -> bool:
-    """Whether a drafter is worth trying here, by what passes cost."""
-    need = found.lowest_break_even
-    return need is not None and need <= HARD
-
-
 def recommend(
     cost: CostFacts, payoffs: list[PayoffFacts], target: str, drafts: Mapping[str, str], *, automatic: bool = False
 ) -> Recommendation:
-    """Recommendation by the speed-up formula from measured passes.
-
-    Args:
-        cost: the passes.
-        payoffs: what they mean, by drafter.
-        target: what names the target on a command line.
-        drafts: name of a drafter -> what names it on a command line.
-        automatic: whether the drafters are those that are taken where none is named.
-    """
+    """Recommendation by the speed-up formula from measured passes; ``target`` and ``drafts`` (by drafter) name them on
+    a command line, ``automatic`` says that these drafters are taken where none is named."""
     chat = f"localspec chat {target}"
     if not payoffs:
         return Recommendation(None, "No drafter was asked about; guesses from the text itself need no model.",
                               f"{chat} --draft ngram")  # fmt: skip
-    paying = [found for found in payoffs if pays(found)]
+    paying = [found for found in payoffs if found.pays]
     if not paying:
-        best = min(payoffs, key=lambda found: 2.0 if found.lowest_break_even is None else found.lowest_break_even)
+        best = min(payoffs, key=lambda found: found.least)
         return Recommendation(False, f"Do not speculate here: {_why_not(best, cost)}.", f"{chat} --draft none")
     chosen = _draft_options([found.drafter for found in paying], drafts)
     if automatic and len(paying) == len(payoffs):
@@ -103,8 +91,8 @@ def recommend(
 
 
 def _sentence(found: PayoffFacts, cost: CostFacts) -> str:
-    need = found.lowest_break_even
-    if need is None or not pays(found):
+    need = found.least
+    if not found.pays:
         return f"Do not draft with {found.drafter} here: {_why_not(found, cost)}."
     if found.drafter == NGRAM:
         return f"N-grams pay from {need:.0%} acceptance: where a text repeats itself or its prompt."
@@ -121,13 +109,13 @@ def _sentence(found: PayoffFacts, cost: CostFacts) -> str:
 
 
 def _why_not(found: PayoffFacts, cost: CostFacts) -> str:
-    times, need = cost.target.ms, found.lowest_break_even
+    times = cost.target.ms
     price = f"a pass over 2 tokens takes {times[2] / times[1]:.2f} times as long as one over 1"
     if found.step_ms:
         price += f", and a guess {found.step_ms / times[1]:.2f} times"
-    if need is None:
+    if math.isinf(found.least):
         return f"even guesses that are always right cost more than they save ({price})"
-    return f"{need:.0%} of the guesses would have to be right ({price})"
+    return f"{found.least:.0%} of the guesses would have to be right ({price})"
 
 
 def recommend_ranked(rank: RankFacts, target: str, drafts: Mapping[str, str]) -> Recommendation:
@@ -167,14 +155,17 @@ def _draft_options(drafters: Sequence[str], specs: Mapping[str, str]) -> str:
 
 # The findings as parts of a report.
 
-_LABEL, _HEIGHT = 11, 4
 _KINDS = ("edit", "code", "chat")  # kinds of question whose speed-up is shown
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def pages(found: Examination, details: Sequence[Part] | None) -> Iterator[Part]:
     """The answer in three lines, then what is not as it should be, or ``details``."""
-    yield Findings("" if found.pair is None else found.pair.target.name, list(_answer(found)))
+    pair, advice = found.pair, found.recommendation
+    if pair is not None:
+        faster = [_faster(pair)] if pair.target.present else []
+        yield Findings(pair.target.name, [_fits(found, pair.fit), _guesses(found, pair), *faster])
+    elif advice is not None:
+        yield Findings("", [Finding("info", "model", advice.text)])
     if details is not None:
         yield from details
         return
@@ -183,35 +174,23 @@ def pages(found: Examination, details: Sequence[Part] | None) -> Iterator[Part]:
     odd = [check for check in found.checks if check.status in ("fail", "note") or check.name == "copy"]
     if odd:
         yield Findings("To know", odd)
-    advice = found.recommendation
     if advice is not None and advice.command is not None:
         yield Text(advice.command, "strong")
     yield Text("localspec doctor --details shows everything that was looked at and measured", "muted")
 
 
-def _answer(found: Examination) -> Iterator[Finding]:
-    pair, advice = found.pair, found.recommendation
-    if pair is None:
-        yield Finding("info", "model", advice.text if advice is not None else "none was named")
-        return
-    yield _fits(found, pair.fit)
-    yield _guesses(found, pair)
-    if pair.target.present:
-        yield _faster(found, pair)
-
-
 def _fits(found: Examination, fit: FitFacts) -> Finding:
     need, free = size_text(fit.ram_needed_bytes), size_text(fit.ram_available_bytes)
-    context = f"with {fit.n_ctx:,} tokens of context"
-    where = " of RAM" if fit.gpu_needed_bytes is not None else ""
-    text = f"it needs {need}{where} of the {free} that are free, {context}"
+    ram, gpu = "", ""
     if fit.gpu_needed_bytes is not None:
-        text += f", and {size_text(fit.gpu_needed_bytes)} on the GPU"
-    broken = [check.name for check in found.checks if check.status == "fail" and check.section == "pair"]
+        ram, gpu = " of RAM", f", and {size_text(fit.gpu_needed_bytes)} on the GPU"
+    text = f"it needs {need}{ram} of the {free} that are free, with {fit.n_ctx:,} tokens of context{gpu}"
     if fit.fits is None:
         return Finding("info", "fits", f"known once the file is here; at least {need}, and {free} are free")
-    if not fit.fits or broken:
-        return Finding("fail", "fits", f"no: {text}" if not fit.fits else f"it fits, but see {' and '.join(broken)}")
+    if not fit.fits:
+        return Finding("fail", "fits", f"no: {text}")
+    if broken := [check.name for check in found.checks if check.status == "fail" and check.section == "pair"]:
+        return Finding("fail", "fits", f"it fits, but see {' and '.join(broken)}")
     return Finding("ok", "fits", f"yes: {text}")
 
 
@@ -224,15 +203,15 @@ def _guesses(found: Examination, pair: PairFacts) -> Finding:
         return Finding("note", "guesses", text)
     if found.rank is not None or not pair.payoff:
         return Finding("ok" if advice.speculate else "info", "guesses", advice.text)
-    useful = [called(each.drafter) for each in pair.payoff if pays(each)]
-    useless = [called(each.drafter) for each in pair.payoff if not pays(each)]
+    useful = [called(each.drafter) for each in pair.payoff if each.pays]
+    useless = [called(each.drafter) for each in pair.payoff if not each.pays]
     if not useful:
         return Finding("info", "guesses", f"no: {advice.text.removeprefix('Do not speculate here: ')}")
     text = f"yes, by {joined(useful)}"
     return Finding("ok", "guesses", text + (f"; not by {joined(useless)}" if useless else ""))
 
 
-def _faster(found: Examination, pair: PairFacts) -> Finding:
+def _faster(pair: PairFacts) -> Finding:
     """Measured speed-up of answers."""
     bench = pair.bench
     if bench is None:
@@ -241,45 +220,23 @@ def _faster(found: Examination, pair: PairFacts) -> Finding:
     if not bench.n_guesses:
         return Finding("info", "faster", f"no: nothing was guessed ({run})")
     gains = [f"{kind} ×{bench.speedups[kind]:.2f}" for kind in _KINDS if kind in bench.speedups]
-    missing = [kind for kind in _KINDS if kind not in bench.speedups]
-    if "all" in bench.speedups and not gains:
-        gains, missing = [f"×{bench.speedups['all']:.2f} over all"], []
-    text = ", ".join(gains) + (f"; not measured: {', '.join(missing)}" if missing else "")
+    missing = ", ".join(kind for kind in _KINDS if kind not in bench.speedups)
+    text = ", ".join(gains) + (f"; not measured: {missing}" if missing else "")
+    if not gains:
+        text = f"×{bench.speedups['all']:.2f} over all"
     return Finding("info", "faster", f"{text} ({run})")
 
 
-def cost_parts(cost: CostFacts, findings: Sequence[Finding], columns: int, unicode: bool) -> Iterator[Part]:
-    """t(w) as bars with figures, and the price of a draft token."""
-    times = list(cost.target.ms.values())
-    width = max(3, min(5, (columns - _LABEL - 2) // len(times) - 1))
-    figures = {
-        "w": [str(w) for w in cost.target.ms],
-        "ms": [_three(ms, width) for ms in times],
-        "× t(1)": [_three(ms / times[0], width) for ms in times],
-    }
-    lines = [" " * _LABEL + line for line in bars(times, height=_HEIGHT, width=width, gap=1, unicode=unicode)]
-    for name, values in figures.items():
-        lines.append(f"  {name:<{_LABEL - 2}}" + " ".join(f"{value:>{width}}" for value in values))
-    yield Lines(f"Cost of a target pass over w tokens, t(w) · {cost.engine}, {cost.device}", lines)
+def cost_parts(cost: CostFacts, findings: Sequence[Finding]) -> Iterator[Part]:
+    """t(w), and the price of a draft token."""
+    times, where = cost.target.ms, f" · {cost.engine}, {cost.device}"
+    yield pass_table(where, list(times), {"ms": list(times.values())})
     guesses = []
     for draft in cost.drafts:
-        price = f"{draft.ms[1]:.3g} ms = {draft.ms[1] / times[0]:.2f} of a target token"
+        price = f"{draft.ms[1]:.3g} ms = {draft.ms[1] / times[1]:.2f} of a target token"
         text = f"{price}, by {short_name(draft.name)} ({draft.file})"
         guesses.append(Finding("info", "a guess", text))
     yield Findings("", [*findings, *guesses])
-
-
-def break_even_table(drafters: Mapping[str, tuple[float, Mapping[Any, float | None]]], where: str = "") -> Table:
-    """Break-even acceptance by drafter: time of a draft token [ms], and acceptance by draft length."""
-    return Table(
-        f"Break-even: share of guesses that must be right, by draft length k{where}",
-        ["k", "a guess", *map(str, next(iter(drafters.values()))[1])],
-        [
-            [name, f"{ms:.1f} ms" if ms else "free"]
-            + ["never" if share is None else f"{share:.0%}" for share in shares.values()]
-            for name, (ms, shares) in drafters.items()
-        ],
-    )
 
 
 def payoff_parts(payoffs: Sequence[PayoffFacts]) -> Iterator[Part]:
@@ -311,55 +268,25 @@ def ranking_parts(rank: RankFacts) -> Iterator[Part]:
         spread = "" if each.lowest is None else f"{each.lowest:.2f}–{each.highest:.2f}"
         rate = "no guesses" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}"
         rows.append([name, f"×{each.speedup:.2f}", spread, f"{each.tokens_per_second:.1f}", rate if spread else ""])
-    head = ["", "speed", "extremes", "tok/s", "accepted"]
-    n, note = len(rank.prompts), ""
-    if n:
-        note = (
-            f"{n} prompt{'s' * (n != 1)}, up to {rank.max_tokens} tokens each, {rank.seconds:.0f} s in all; × is speed "
-            "over plain on the same prompt, the geometric mean and the extremes"
-        )
-    yield Table("Ranking: measured against plain decoding of the same prompts", head, rows, note)
+    head, n = ["", "speed", "extremes", "tok/s", "accepted"], len(rank.prompts)
+    note = (
+        f"{n} prompt{'s' * (n != 1)}, up to {rank.max_tokens} tokens each, {rank.seconds:.0f} s in all; × is speed "
+        "over plain on the same prompt, the geometric mean and the extremes"
+    )
+    yield Table("Ranking: measured against plain decoding of the same prompts", head, rows, note if n else "")
     if rank.noise is not None:
         yield Text(f"plain itself varied by {rank.noise:.1%} from run to run of the same prompt", "muted")
 
 
-def bars(values: Sequence[float], *, height: int, width: int, gap: int, unicode: bool = True) -> list[str]:
-    """Vertical bars from zero up as ``height`` lines, top first, each bar ``width`` columns wide; in ASCII without
-    ``unicode``."""
-    most = max(values, default=0.0) or 1.0
-    lines = []
-    for line in range(height - 1, -1, -1):
-        cells = []
-        for value in values:
-            eighths = min(8, max(0, round((value / most * height - line) * 8)))
-            if line == 0 and value > 0:
-                eighths = max(1, eighths)  # little is not nothing
-            cells.append((_EIGHTHS[eighths] if unicode else " _##"[-(-eighths // 3)]) * width)
-        lines.append((" " * gap).join(cells))
-    return lines
-
-
-def _three(value: float, width: int) -> str:
-    """Three significant digits, in as many columns."""
-    text = f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-    return text if len(text) <= width else f"{value:.1f}" if value < 10 else f"{value:.0f}"
-
-
 @dataclass(frozen=True, slots=True)
 class ExaminedPair:
-    """Models that a command line asks about; ``heads`` and ``corpora`` are names for ``--draft``."""
+    """Models that a command line asks about; ``free`` and ``heads`` are names for ``--draft``."""
 
     target: ExaminedModel
-    drafts: tuple[ExaminedModel, ...]
-    ngram: bool
+    drafts: Sequence[ExaminedModel]
     automatic: bool
-    heads: tuple[str, ...] = ()
-    corpora: tuple[str, ...] = ()
-
-    @property
-    def free(self) -> list[str]:
-        """Drafters that run no model."""
-        return [*([NGRAM] if self.ngram else []), *self.corpora]
+    free: Sequence[str]  # drafters that run no model
+    heads: Sequence[str] = ()
 
     @property
     def models(self) -> list[ExaminedModel]:
@@ -369,23 +296,12 @@ class ExaminedPair:
 def doctor_command(
     options: RunOptions, *, as_json: bool = False, calibrate: bool = False, rank: bool = False, details: bool = False
 ) -> int:
-    """Examine machine and pair and print what was found; returns 1 if something would not work.
-
-    Args:
-        options: the models and how they would run; without a model, the default pair if it is on this disk.
-        as_json: print ``Examination.as_dict`` instead of a screen.
-        calibrate: measure passes anew, and store what they cost.
-        rank: try the drafts on this disk for a minute.
-        details: print everything that was found.
-
-    Raises:
-        UsageError: the options make no sense.
-        KeyboardInterrupt: Ctrl-C; what was stored stays valid.
-    """
+    """Examine machine and pair (the default one, if it is on this disk) and print what was found; returns 1 if
+    something would not work. At Ctrl-C what was stored stays valid."""
     options.set_up_logging()
     page = Screen()
     with Progress() as progress:
-        doctor = Doctor(options, page, progress)
+        doctor = Doctor(options, progress)
         try:
             found = doctor.examine(calibrate, rank)
         except KeyboardInterrupt:
@@ -404,9 +320,8 @@ def doctor_command(
 class Doctor:
     """One examination; ``parts`` is everything found, for people."""
 
-    def __init__(self, options: RunOptions, page: Screen, progress: Progress) -> None:
+    def __init__(self, options: RunOptions, progress: Progress) -> None:
         self.options = options
-        self.page = page
         self.progress = progress
         self.parts: list[Part] = []
         self.watch = Watch(progress.report)
@@ -419,9 +334,9 @@ class Doctor:
         throttle = machine.throttle_count()
         found = self.found = Examination(__version__, facts.look_at_machine(options.load.n_threads))
         self._find("Machine", "machine", facts.machine_findings(found.machine))
-        found.engines = facts.look_at_engines()
-        hardware = found.machine
-        rows = list(facts.engine_findings(found.engines, hardware.gpus, options.load.backend, hardware.features))
+        found.engines = [facts.look_at_engine(name) for name in backend_names()]
+        here, wanted = found.machine, options.load.backend
+        rows = list(facts.engine_findings(found.engines, here.gpus, wanted, here.features))
         engine: EngineFacts | None = None
         try:
             engine = facts.preferred_engine(found.engines, options.load)
@@ -434,10 +349,8 @@ class Doctor:
         self._find("Models", "models", fit.model_findings(on_disk))
         if examined is None:
             pair = Catalog.load().default_pair()
-            size, names = (
-                size_text(sum(each.bytes for each in pair if not each.present)),
-                " with ".join(each.name for each in pair),
-            )
+            names = " with ".join(each.name for each in pair)
+            size = size_text(sum(each.bytes for each in pair if not each.present))
             text = f"The default model is not on this disk: {names} ({size}). Fetch it, then run doctor again."
             found.recommendation = Recommendation(None, text, "localspec pull")
         else:
@@ -456,8 +369,6 @@ class Doctor:
             self.parts += [Text(advice.command, "strong")] if advice.command is not None else []
         return found
 
-    # -- the models ----------------------------------------------------------------------------------------------
-
     def _examined(self) -> ExaminedPair | None:
         catalog, options = Catalog.load(), self.options
         default = catalog.default_pair()[0]
@@ -465,21 +376,19 @@ class Doctor:
             return None
         target = fit.find_model(default.name if options.model is None else options.model)
         names = options.drafters()
-        corpora = tuple(name for name in names if is_corpus(name))
         if "auto" in names:
             found = catalog.draft_for(target.file)
             known = target.entry.draft[:1] if target.entry is not None else ()
-            drafts = (fit.of_path(found),) if found is not None else tuple(map(fit.find_model, known))
-            return ExaminedPair(target, drafts, True, True, (), corpora)
-        named: list[ExaminedModel] = []
+            drafts = [fit.of_path(found)] if found is not None else list(map(fit.find_model, known))
+            return ExaminedPair(target, drafts, True, [NGRAM, *options.corpora()])
         names = [f"{HEAD}:{path}" if (path := _published(name)) is not None else name for name in names]
-        heads = tuple(name for name in names if name.partition(":")[0] in FROM_STATES)
-        for each in (fit.find_draft(name) for name in names if not is_free(name) and name not in (*heads, *corpora)):
+        heads = [name for name in names if name.partition(":")[0] in FROM_STATES]
+        free = [name for name in names if is_free(name) or is_corpus(name)]
+        named: list[ExaminedModel] = []
+        for each in (fit.find_draft(name) for name in names if name not in (*free, *heads)):
             if not any(is_same_file(each.file, other.file) for other in named):
                 named.append(each)
-        return ExaminedPair(target, tuple(named), NGRAM in names, False, heads, corpora)
-
-    # -- the pair ------------------------------------------------------------------------------------------------
+        return ExaminedPair(target, named, False, free, heads)
 
     def _examine_pair(self, examined: ExaminedPair, engine: EngineFacts | None) -> None:
         """Everything known of the pair before it is loaded."""
@@ -493,28 +402,24 @@ class Doctor:
             if target.vocab is not None and draft.vocab is not None
         }
         rows += _vocabulary(examined, differences)
-        usable = [
-            draft
-            for draft in drafts
-            if draft.error is None and not (examined.automatic and differences.get(draft.name) is not None)
-        ]
+        usable = [draft for draft in drafts if draft.error is None]
+        if examined.automatic:
+            usable = [draft for draft in usable if differences.get(draft.name) is None]
         layers = options.load.n_gpu_layers
-        is_auto = layers is None and not options.load.placement and target.present and target.error is None
-        if is_auto and engine is not None and engine.name == "llama-cpp":
+        backend = engine.name if engine is not None and target.present and target.error is None else None
+        if backend == "llama-cpp" and layers is None and not options.load.placement:
             layers = layers_for(target.file, ["auto"] if examined.automatic else [], options.load, 1)
-        room = fit.Room(
-            engine,
-            layers,
-            here.memory_available_bytes,
-            here.memory_limit_bytes or here.memory_total_bytes,
-        )
+        total = here.memory_limit_bytes or here.memory_total_bytes
+        room = fit.Room(engine, layers, here.memory_available_bytes, total)
         loaded = [target, *usable]
-        heads = [] if engine is None else head_paths(target.file, examined.heads, engine.name)
-        choice, about = fit.chosen_context(target, usable, heads, options.load, room)
-        n_ctx = choice.n_ctx
+        heads = [target.file] * (MTP in examined.heads)
+        for kind, _, name in (head.partition(":") for head in examined.heads):
+            if kind == HEAD and engine is not None:
+                heads += [Path(name).expanduser()] if name else islice(head_files(target.file, engine.name), 1)
+        n_ctx, about = fit.chosen_context(target, usable, heads, options.load, room)
         on_cpu: int | None = None
-        if options.load.placement and engine is not None and target.present and target.error is None:
-            spread, on_cpu = fit.spread(target, options.load, engine.name, n_ctx)
+        if backend is not None and options.load.placement:
+            spread, on_cpu = fit.spread(target, options.load, backend, n_ctx)
             rows += spread
         fitted = fit.fit(loaded, n_ctx, options.load.kv_cache_type, room, on_cpu)
         rows += fit.fit_findings(loaded, fitted, room)
@@ -525,9 +430,8 @@ class Doctor:
             rows.append(Finding("note", "context", text, f"use --ctx {trained}"))
         if usable or examined.free or examined.heads:
             rows += _rollback(loaded)
-        self.found.pair = PairFacts(
-            target.facts(), [draft.facts() for draft in drafts], examined.ngram, differences, fitted
-        )
+        known = [model.facts() for model in examined.models]
+        self.found.pair = PairFacts(known[0], known[1:], NGRAM in examined.free, differences, fitted)
         names = [target.name, *examined.free, *examined.heads, *(draft.name for draft in drafts)]
         self._find(" + ".join(names), "pair", rows)
 
@@ -548,8 +452,6 @@ class Doctor:
             return Recommendation(None, text, f"localspec doctor {target.spec} --threads {here.cores}")
         return None
 
-    # -- measuring -----------------------------------------------------------------------------------------------
-
     def _measure(self, examined: ExaminedPair, calibrate: bool, rank: bool) -> Recommendation | None:
         """Load, measure, judge; an error becomes a finding."""
         self.progress.report(f"loading {examined.target.name}", None)
@@ -566,42 +468,38 @@ class Doctor:
         drafts = [draft for draft in examined.drafts if draft.present]
         specs = [*examined.free, *examined.heads, *(draft.for_draft for draft in drafts)]
         if examined.automatic:
-            specs = ["auto", *examined.corpora]  # which goes on without what cannot be loaded
-        bandwidth = found.machine.bandwidth_gb_per_s
-        busy = found.machine.busy_share >= BUSY
+            specs = ["auto", *self.options.corpora()]  # which goes on without what cannot be loaded
+        bandwidth, busy = found.machine.bandwidth_gb_per_s, found.machine.busy_share >= BUSY
         if calibrate:
             forget(examined.target.file, self.options.load)
         with self._open(examined.target, specs) as llm:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
-            cost, times = measure_costs(llm, examined.target.name, [draft.name for draft in drafts], bandwidth, watch)
+            names = [draft.name for draft in drafts]
+            cost, times = ranking.measure_costs(llm, examined.target.name, names, bandwidth, watch)
             loaded = llm.run(lambda pair: pair.state.models)
-            blocks = {
-                name: partial(_draft_ms, each)
-                for name, each in zip([draft.name for draft in cost.drafts], loaded, strict=True)
-                if each.drafter.info.one_pass
-            }
-            rows = list(cost_findings(llm, cost, bandwidth, watch, busy=busy))
+            passes = zip(cost.drafts, loaded, strict=True)
+            blocks = {draft.name: partial(_draft_ms, each) for draft, each in passes if each.drafter.info.one_pass}
+            rows = list(ranking.cost_findings(llm, cost, bandwidth, watch, busy=busy))
             if offer := llm.run(lambda pair: compiled_offer(pair.target, pair.state.times)):
                 # What it gains with this file, instead of what it gains on other machines.
                 found.checks = [check for check in found.checks if check.advice != NATIVE_COMMAND]
                 rows.append(Finding("note", "this CPU", offer, NATIVE_COMMAND))
             warnings = [each for each in llm.warnings if not _SAID_OF_PAIRS.search(each)]
             rows += [Finding("note", "engine", warning) for warning in warnings]
-        drafters = [(name, 0.0) for name in examined.free]
-        drafters += [(draft.name, draft.ms[1]) for draft in cost.drafts]
+        drafters = [(name, 0.0) for name in examined.free] + [(draft.name, draft.ms[1]) for draft in cost.drafts]
         payoffs = [facts.payoff(name, times, ms, blocks.get(name)) for name, ms in drafters]
         assert found.pair is not None
         bench = last_bench(examined.target.file, cost.engine)
         found.pair = replace(found.pair, cost=cost, payoff=payoffs, bench=bench)
         found.add("cost", rows)
-        self.parts += cost_parts(cost, rows, self.page.width, self.page.unicode)
+        self.parts += cost_parts(cost, rows)
         self.parts += payoff_parts(payoffs)
-        names = {each.name: each.spec for each in loaded if not each.drafter.info.is_draft_model}
+        named = {each.name: each.spec for each in loaded if not each.drafter.info.is_draft_model}
         if examined.automatic or HEAD in examined.heads:
-            names[HEAD] = HEAD
-        names |= {draft.name: draft.spec for draft in drafts}
-        advice = recommend(cost, payoffs, examined.target.spec, names, automatic=examined.automatic)
+            named[HEAD] = HEAD
+        named |= {draft.name: draft.spec for draft in drafts}
+        advice = recommend(cost, payoffs, examined.target.spec, named, automatic=examined.automatic)
         return self._with_doubt(advice) if payoffs else advice
 
     def _rank(self, examined: ExaminedPair, calibrate: bool) -> Recommendation:
@@ -619,10 +517,9 @@ class Doctor:
         return self._with_doubt(advice) if rank.prompts else advice
 
     def _with_doubt(self, found: Recommendation) -> Recommendation:
-        doubts = doubtful(self.found)
-        if not doubts:
-            return found
-        return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0]}).")
+        if doubts := doubtful(self.found):
+            return replace(found, text=f"{found.text} But this rests on timings that are in doubt (see {doubts[0]}).")
+        return found
 
     def _open(self, target: ExaminedModel, specs: Sequence[str]) -> LLM:
         options = replace(self.options, model=str(target.path), draft=specs or ["none"])
@@ -671,13 +568,6 @@ def _rollback(models: Sequence[ExaminedModel]) -> Iterator[Finding]:
 def _draft_ms(draft: DraftModel, n: int) -> float:
     """The time of a pass that drafts n tokens."""
     return draft.times(n if draft.drafter.info.rows_of_draft else 1)
-
-
-def head_paths(target: Path, heads: Sequence[str], engine: str) -> list[Path]:
-    """Files of heads as ``--draft`` names them; the target's own for its layer."""
-    rest = [name.partition(":")[2] for name in heads if name.partition(":")[0] == HEAD]
-    files = [Path(name).expanduser() if name else next(head_files(target, engine), None) for name in rest]
-    return [file for file in files if file is not None] + [target] * (MTP in heads)
 
 
 def _published(name: str) -> Path | None:

@@ -7,43 +7,28 @@ changes its meaning.
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from localspec.backends import backend_names, candidates, unavailable_reason
-from localspec.backends.llama.ggml import (
-    NATIVE_COMMAND,
-    Device,
-    built_for,
-    llama_gpus,
-    metal_gpu,
-    native_gain,
-    system_info,
-)
+from localspec.backends import candidates, unavailable_reason
+from localspec.backends.llama import ggml
 from localspec.backends.registry import engine_module
-from localspec.controllers.stopping import Times, best_length, break_even, speedup, with_block
+from localspec.controllers.stopping import Times, best_length, speedup, with_block
 from localspec.measuring.last_bench import LastBench
+from localspec.measuring.passes import LENGTHS, break_even_by_length
 from localspec.model_files.sources.base import size_text
 from localspec.report.model import Finding, Status
 from localspec.system import machine
-from localspec.system.machine import (
-    BUSY,
-    cpu_features,
-    cpu_name,
-    cuda_version,
-    default_threads,
-    slow_clock,
-    usable_cpus,
-    visible_gpus,
-)
 
 if TYPE_CHECKING:
     from localspec.engine.options import LoadOptions
 
 SCHEMA_VERSION = 1
+HARD = 0.85  # acceptance rate of a small draft model of the target's family, greedy, on code
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +66,7 @@ class EngineFacts:
     usable: bool  # whether it can be used here
     version: str | None = None  # of its package
     built_for: list[str] = field(default_factory=list)  # devices and instruction sets it was compiled for
-    devices: list[Device] | None = None  # GPUs it can use; None where it does not say
+    devices: list[ggml.Device] | None = None  # GPUs it can use; None where it does not say
     reason: str | None = None  # why it cannot be used
 
 
@@ -166,10 +151,14 @@ class PayoffFacts:
     best_length: dict[float, int]  # acceptance rate -> the length that reaches it; 0: do not draft
 
     @property
-    def lowest_break_even(self) -> float | None:
-        """Least acceptance rate that pays at any length."""
-        known = [share for share in self.break_even.values() if share is not None]
-        return min(known, default=None)
+    def least(self) -> float:
+        """Least acceptance rate that pays at any length; infinite where none does."""
+        return min((share for share in self.break_even.values() if share is not None), default=math.inf)
+
+    @property
+    def pays(self) -> bool:
+        """Whether a drafter is worth trying here, by what passes cost."""
+        return self.least <= HARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +236,13 @@ class Examination:
 
 def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> MachineFacts:
     """Read what the system says and, with ``measure``, the memory's bandwidth."""
-    found, cores, threads = machine.read_memory(), usable_cpus(), n_threads or default_threads()
+    found, cores, threads = machine.read_memory(), machine.usable_cpus(), n_threads or machine.default_threads()
     busy = machine.busy_share()
     speed = machine.measure_bandwidth(min(threads, cores), available=found.available) if measure else None
     return MachineFacts(
         platform=f"{platform.system()} {platform.machine()}",
-        cpu=cpu_name(),
-        features=cpu_features(),
+        cpu=machine.cpu_name(),
+        features=machine.cpu_features(),
         cores=cores,
         threads=threads,
         cpu_quota=machine.cpu_quota(),
@@ -263,14 +252,14 @@ def look_at_machine(n_threads: int | None = None, *, measure: bool = True) -> Ma
         bandwidth_gb_per_s=round(speed / 1e9, 2) if speed else None,
         busy_share=round(busy, 3),
         on_battery=machine.on_battery(),
-        gpus=visible_gpus(),
+        gpus=machine.visible_gpus(),
     )
 
 
-def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
-    threads, cores, quota = machine.threads, machine.cores, machine.cpu_quota
-    features = " ".join(machine.features) or "instruction sets unknown"
-    text = f"{machine.cpu} · {threads} of {cores} CPUs used · {features}"
+def machine_findings(here: MachineFacts) -> Iterator[Finding]:
+    threads, cores, quota = here.threads, here.cores, here.cpu_quota
+    features = " ".join(here.features) or "instruction sets unknown"
+    text = f"{here.cpu} · {threads} of {cores} CPUs used · {features}"
     if quota is not None and quota < threads - 0.01:
         text += f"; its container grants the time of {quota:.3g} only, so threads stall"
         yield Finding("note", "CPU", text, f"use --threads {max(1, int(quota))}")
@@ -279,20 +268,20 @@ def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
         yield Finding("note", "CPU", text, f"use --threads {cores}")
     else:
         yield Finding("ok", "CPU", text)
-    free, busy = size_text(machine.memory_available_bytes), machine.busy_share >= BUSY
-    whole = f" of {size_text(machine.memory_total_bytes)}"
-    if machine.memory_limit_bytes is not None:
-        whole = f", of {size_text(machine.memory_limit_bytes)} that the container may use"
+    free, busy = size_text(here.memory_available_bytes), here.busy_share >= machine.BUSY
+    whole = f" of {size_text(here.memory_total_bytes)}"
+    if here.memory_limit_bytes is not None:
+        whole = f", of {size_text(here.memory_limit_bytes)} that the container may use"
     yield Finding("ok", "memory", f"{free} free{whole}")
-    if machine.bandwidth_gb_per_s is not None:
-        text = f"{machine.bandwidth_gb_per_s:.1f} GB/s read by {threads} thread" + "s" * (threads != 1)
+    if here.bandwidth_gb_per_s is not None:
+        text = f"{here.bandwidth_gb_per_s:.1f} GB/s read by {threads} thread" + "s" * (threads != 1)
         yield Finding("info" if busy else "ok", "bandwidth", text)
     if busy:
-        text = f"others use {machine.busy_share:.0%} of the CPU: what is timed now is too slow"
+        text = f"others use {here.busy_share:.0%} of the CPU: what is timed now is too slow"
         yield Finding("note", "load", text, "stop them, then: localspec doctor --calibrate")
-    if machine.on_battery:
+    if here.on_battery:
         yield Finding("note", "power", "on battery, where the clock is lower", "plug it in before you compare")
-    if (why := slow_clock()) is not None:
+    if (why := machine.slow_clock()) is not None:
         yield Finding("note", "clock", why, "choose the performance setting before you compare")
 
 
@@ -321,10 +310,8 @@ WHEEL_PYTHONS = ((3, 10), (3, 12))  # the first and the last Python that these w
 
 
 def wheel_folder(kind: str, cuda: tuple[int, int] | None) -> str | None:
-    """The folder of wheels for a kind of ``_BUILDS``; None where there is none for this Python or version of CUDA.
-
-    ``cuda``: the newest version that the driver runs, None if unknown.
-    """
+    """The folder of wheels for a kind of ``_BUILDS``; None where there is none for this Python or ``cuda``, the newest
+    version that the driver runs."""
     first, last = WHEEL_PYTHONS
     if not first <= sys.version_info[:2] <= last:
         return None
@@ -341,12 +328,8 @@ _ANEW = f"install it anew: pip install --force-reinstall --no-cache-dir {_LLAMA_
 FOR_GPUS = ("llama-cpp", "mlx")  # engines with builds for GPUs
 
 
-def look_at_engines() -> list[EngineFacts]:
-    """Load every engine that can be loaded."""
-    return [_look(name) for name in backend_names()]
-
-
-def _look(name: str) -> EngineFacts:
+def look_at_engine(name: str) -> EngineFacts:
+    """Load an engine, if it can be loaded."""
     reason = unavailable_reason(name)
     if reason is not None:
         return EngineFacts(name, False, reason=reason)
@@ -357,8 +340,8 @@ def _look(name: str) -> EngineFacts:
     version, gpu = str(getattr(binding, "version", "")) or None, bool(getattr(binding, "gpu", False))
     library = getattr(binding, "lib", None)
     if not hasattr(library, "llama_print_system_info"):
-        return EngineFacts(name, True, version, list(binding.built_for), metal_gpu() if gpu else [])
-    return EngineFacts(name, True, version, built_for(system_info(library)), llama_gpus() if gpu else [])
+        return EngineFacts(name, True, version, list(binding.built_for), ggml.metal_gpu() if gpu else [])
+    return EngineFacts(name, True, version, ggml.built_for(ggml.system_info(library)), ggml.llama_gpus() if gpu else [])
 
 
 def engine_findings(
@@ -379,9 +362,10 @@ def engine_findings(
                 yield Finding("ok", engine.name, "NumPy, float64: exact and slow, for tests")
         else:
             yield Finding("ok" if engine in usable else "info", engine.name, _described(engine))
-            if engine.name == "ik-llama" and (gain := native_gain(engine.built_for, cpu)) is not None:
+            if engine.name == "ik-llama" and (gain := ggml.native_gain(engine.built_for, cpu)) is not None:
                 status: Status = "note" if wanted in ("auto", engine.name) else "info"
-                yield Finding(status, "this CPU", f"ik-llama compiled for its {gain[0]}: {gain[1]}", NATIVE_COMMAND)
+                text = f"ik-llama compiled for its {gain[0]}: {gain[1]}"
+                yield Finding(status, "this CPU", text, ggml.NATIVE_COMMAND)
     if any(engine.usable and engine.name in FOR_GPUS and engine.devices != [] for engine in engines):
         return
     again = " --force-reinstall --no-cache-dir --no-deps" if any(e.name == "llama-cpp" for e in usable) else ""
@@ -390,7 +374,7 @@ def engine_findings(
             kind, define = _BUILDS[gpu]
             text = f"a GPU{'' if gpu == 'other' else f' of {gpu}'} is here, but no engine is built for it"
             command = f'CMAKE_ARGS="{define}" pip install {_LLAMA_CPP}{again}'
-            folder = wheel_folder(kind, cuda_version() if kind == "CUDA" else None)
+            folder = wheel_folder(kind, machine.cuda_version() if kind == "CUDA" else None)
             if folder is not None:
                 text += "; its makers have wheels, docs/engines.md says how to compile instead"
                 wheel = f"--only-binary llama-cpp-python --extra-index-url {WHEELS}/{folder}"
@@ -406,11 +390,8 @@ def _described(engine: EngineFacts) -> str:
 
 
 def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> EngineFacts | None:
-    """The engine that would load a model; None where the one asked for cannot be used.
-
-    Raises:
-        EngineUnavailable: there is none, or none for a GPU where layers are to go there.
-    """
+    """The engine that would load a model; None where the one asked for cannot be used. ``EngineUnavailable``: there is
+    none, or none for a GPU where layers are to go there."""
     by_name = {engine.name: engine for engine in engines}
     if load.backend == "auto":
         return by_name[load.placement.in_order(candidates(None if load.placement.rpc else load.n_gpu_layers))[0]]
@@ -419,27 +400,13 @@ def preferred_engine(engines: Sequence[EngineFacts], load: LoadOptions) -> Engin
 
 # What measured passes mean for speculation: the speed-up formula.
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths of the break-even table
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # acceptance rates of the speed-up table
-
-
-def break_even_by_length(times: Times, step_ms: float, block_ms: Times | None = None) -> dict[int, float | None]:
-    """Acceptance rate from which drafts of each length pay; None: never.
-
-    ``step_ms`` is the time of a draft token; where one pass makes a whole draft, ``block_ms`` gives its time by the
-    number of draft tokens.
-    """
-    if block_ms is not None:
-        times, step_ms = with_block(times, block_ms), 0.0
-    found = {length: break_even(length, times, step_ms) for length in LENGTHS}
-    return {length: None if share is None else round(share, 4) for length, share in found.items()}
 
 
 def payoff(drafter: str, times: Times, step_ms: float, block_ms: Times | None = None) -> PayoffFacts:
     """Everything on one drafter; arguments as above."""
-    lengths = range(LENGTHS[-1] + 1)
     rounds, each = (times, step_ms) if block_ms is None else (with_block(times, block_ms), 0.0)
-    best = {acceptance: best_length(acceptance, lengths, rounds, each) for acceptance in ACCEPTANCES}
+    best = {a: best_length(a, range(LENGTHS[-1] + 1), rounds, each) for a in ACCEPTANCES}
     return PayoffFacts(
         drafter=drafter,
         step_ms=round(step_ms, 4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 from localspec.backends.llama.binding import Place, Placed
@@ -14,22 +14,7 @@ from localspec.backends.llama.rpc import ask
 from localspec.backends.placement import Share, Target, layout
 from localspec.backends.registry import engine_module
 from localspec.commands.doctor.facts import FOR_GPUS, EngineFacts, FitFacts, ModelFacts, NeedFacts
-from localspec.engine.fit import (
-    CTX_STEP,
-    LEAST_CTX,
-    PROGRAM_BYTES,
-    TIGHT,
-    USUAL_CTX,
-    ContextChoice,
-    Load,
-    Sizes,
-    Space,
-    choose_context,
-    gpu_share,
-    loads_for,
-    need,
-    read_sizes,
-)
+from localspec.engine import fit as memory
 from localspec.engine.options import LoadOptions
 from localspec.errors import EngineError, LocalspecError, ModelFileError, UnsupportedModel
 from localspec.heads.kinds import is_published_head, read_open
@@ -51,7 +36,7 @@ class ExaminedModel(ModelFacts):
     why a published head cannot draft here."""
 
     spec: str
-    sizes: Sizes | None = None
+    sizes: memory.Sizes | None = None
     vocab: Vocab | None = None
     entry: Entry | None = None
     unused: str | None = None
@@ -70,20 +55,15 @@ class ExaminedModel(ModelFacts):
 
 
 def find_model(spec: str) -> ExaminedModel:
-    """Look a model up.
-
-    Raises:
-        UnknownModel: there is no such name or file.
-    """
+    """Look a model up. ``UnknownModel``: there is no such name or file."""
     catalog = Catalog.load()
     try:
         path = catalog.resolve(spec)
     except ModelFileError:
         return _of_entry(catalog.entry(spec))
     entry = catalog.of_path(path)
-    return _read(
-        path, spec, path.name.removesuffix(".gguf") if entry is None or spec != entry.name else entry.name, entry
-    )
+    name = spec if entry is not None and spec == entry.name else path.name.removesuffix(".gguf")
+    return _read(path, spec, name, entry)
 
 
 def find_draft(spec: str) -> ExaminedModel:
@@ -134,7 +114,7 @@ def _read(path: Path, spec: str, name: str, entry: Entry | None, *, heads: bool 
                     return replace(model, unused=str(error))
                 return model
             gguf.check_generates_text()
-            vocab, sizes = Vocab.from_gguf(gguf), Sizes.of(gguf)
+            vocab, sizes = Vocab.from_gguf(gguf), memory.Sizes.of(gguf)
             return replace(
                 model,
                 n_ctx_train=gguf.n_ctx_train or None,
@@ -215,23 +195,23 @@ class Room:
         """Share of a model that goes to the GPU."""
         if not self.on_gpu:
             return 0.0
-        return 1.0 if model.sizes is None else gpu_share(self.n_gpu_layers, model.sizes.n_layer)
+        return 1.0 if model.sizes is None else memory.gpu_share(self.n_gpu_layers, model.sizes.n_layer)
 
 
 def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, on_cpu: int | None = None) -> FitFacts:
-    """Memory of all models, the target first, each with a context.
-
-    ``on_cpu``: of a target spread over devices, what stays here [bytes]; the devices have findings of their own.
-    """
-    needs = [need_of(model, n_ctx, kv_type, room.backend) for model in models]
-    on_gpu = sum(each.total * room.gpu_share(model) for each, model in zip(needs, models, strict=True))
-    everything = sum(each.total for each in needs)
-    ram = PROGRAM_BYTES + (everything if room.gpu_is_ram else everything - on_gpu)
+    """Memory of all models, the target first, each with a context; ``on_cpu``: of a target spread over devices, what
+    stays here [bytes]."""
+    needs = []
+    for model in models:
+        if model.sizes is None:
+            needs.append(NeedFacts(model.name, model.bytes, None, None))
+        else:
+            needs.append(NeedFacts(model.name, *astuple(memory.need(model.sizes, n_ctx, kv_type, room.backend))))
+    totals, shares = [each.total for each in needs], [room.gpu_share(model) for model in models]
     if on_cpu is not None:
-        kept = needs[0].total - needs[0].weights_bytes - (needs[0].kv_bytes or 0)
-        drafts = zip(needs[1:], models[1:], strict=True)
-        on_gpu = sum(each.total * room.gpu_share(model) for each, model in drafts)
-        ram = PROGRAM_BYTES + on_cpu + kept + sum(each.total for each in needs[1:]) - on_gpu
+        totals[0], shares[0] = on_cpu + (needs[0].compute_bytes or 0), 0.0
+    on_gpu = sum(total * share for total, share in zip(totals, shares, strict=True))
+    ram = memory.PROGRAM_BYTES + sum(totals) - (0.0 if room.gpu_is_ram else on_gpu)
     known = all(each.kv_bytes is not None for each in needs) and needs[0].weights_bytes > 0
     short = ram > room.ram or (room.gpu_free is not None and on_gpu > room.gpu_free)
     known &= not room.on_gpu or room.gpu_free is not None
@@ -249,41 +229,32 @@ def fit(models: Sequence[ExaminedModel], n_ctx: int, kv_type: str, room: Room, o
 
 def chosen_context(
     target: ExaminedModel, drafts: Sequence[ExaminedModel], heads: Sequence[Path], load: LoadOptions, room: Room
-) -> tuple[ContextChoice, Finding | None]:
-    """The context that a pair would get, and a finding on it where it was not asked for.
-
-    ``heads`` are files of heads, the target's own for its layer for multi-token prediction.
-    """
-    usual = min(USUAL_CTX, target.n_ctx_train or USUAL_CTX)
+) -> tuple[int, Finding | None]:
+    """The context that a pair would get [tokens], and a finding on it where it was not asked for; ``heads`` are files
+    of heads, the target's own for its layer for multi-token prediction."""
+    usual = min(memory.USUAL_CTX, target.n_ctx_train or memory.USUAL_CTX)
     if load.n_ctx is not None or target.sizes is None or load.placement:
-        return ContextChoice(load.n_ctx or usual, "as asked for" if load.n_ctx else "the usual"), None
+        return load.n_ctx or usual, None
     sizes, trained = target.sizes, target.n_ctx_train or 0
-    read = [sizes.own_layer if path == target.file else read_sizes(path) for path in heads]
-    loads = loads_for(
-        Load(sizes, gpu_share=room.gpu_share(target)),
-        [Load(each.sizes, gpu_share=room.gpu_share(each)) for each in drafts if each.sizes is not None],
-        [Load(each, gpu_share=float(room.on_gpu)) for each in read if each is not None],
+    read = [sizes.own_layer if path == target.file else memory.read_sizes(path) for path in heads]
+    loads = memory.loads_for(
+        memory.Load(sizes, gpu_share=room.gpu_share(target)),
+        [memory.Load(each.sizes, gpu_share=room.gpu_share(each)) for each in drafts if each.sizes is not None],
+        [memory.Load(each, gpu_share=float(room.on_gpu)) for each in read if each is not None],
         parallel=1,
     )
-    space = Space.beside(room.ram, room.gpus)
+    space = memory.Space.beside(room.ram, room.gpus)
 
-    def chosen(kv_type: str) -> ContextChoice:
+    def chosen(kv_type: str) -> memory.ContextChoice:
         on_gpu = room.gpu_share(target) == 1
-        return choose_context(loads, kv_type, room.backend, space, trained, on_gpu=on_gpu)
+        return memory.choose_context(loads, kv_type, room.backend, space, trained, on_gpu=on_gpu)
 
     choice, advice = chosen(load.kv_cache_type), None
     smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[load.kv_cache_type] and room.backend != "reference"
     if smaller and (more := chosen("q8_0").n_ctx) > choice.n_ctx:
         advice = f"--kv-cache q8_0 allows {more:,}"
     status: Status = "ok" if choice.n_ctx >= usual else "note"
-    return choice, Finding(status, "context", str(choice), advice)
-
-
-def need_of(model: ExaminedModel, n_ctx: int, kv_type: str, backend: str) -> NeedFacts:
-    if model.sizes is None:
-        return NeedFacts(model.name, model.bytes, None, None)
-    found = need(model.sizes, n_ctx, kv_type, backend)
-    return NeedFacts(model.name, found.weights, found.kv, found.compute)
+    return choice.n_ctx, Finding(status, "context", str(choice), advice)
 
 
 def fit_findings(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> Iterator[Finding]:
@@ -297,7 +268,7 @@ def fit_findings(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -
         yield Finding("fail", "memory", text, _remedy(models, found, room))
     elif not known:
         yield Finding("info", "memory", f"{text}; the cache is only known once the file is here")
-    elif found.ram_needed_bytes > TIGHT * room.ram:
+    elif found.ram_needed_bytes > memory.TIGHT * room.ram:
         yield Finding("note", "memory", f"{text}; little is left for other programs", _remedy(models, found, room))
     else:
         yield Finding("ok", "memory", text)
@@ -329,7 +300,7 @@ def _sum(found: FitFacts) -> str:
 
 def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str:
     """What would fit, the least loss first."""
-    limit = TIGHT * room.ram
+    limit = memory.TIGHT * room.ram
 
     def fits(chosen: Sequence[ExaminedModel], n_ctx: int, kv_type: str) -> bool:
         return fit(chosen, n_ctx, kv_type, room).ram_needed_bytes <= limit
@@ -339,7 +310,7 @@ def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str
         smaller = KV_VALUE_BYTES["q8_0"] < KV_VALUE_BYTES[found.kv_type]
         if smaller and fits(models, found.n_ctx, "q8_0"):
             ways.append("--kv-cache q8_0")
-        contexts = range(LEAST_CTX, found.n_ctx, CTX_STEP)
+        contexts = range(memory.LEAST_CTX, found.n_ctx, memory.CTX_STEP)
         n_fitting = bisect_left(contexts, True, key=lambda n_ctx: not fits(models, n_ctx, found.kv_type))
         if n_fitting:
             ways.append(f"--ctx {contexts[n_fitting - 1]}")
@@ -347,7 +318,7 @@ def _remedy(models: Sequence[ExaminedModel], found: FitFacts, room: Room) -> str
         ways.append("--draft ngram, which needs no second model")
     if ways:
         return "use " + ", or ".join(ways[:3])
-    if found.ram_needed_bytes < TIGHT * room.ram_total:
+    if found.ram_needed_bytes < memory.TIGHT * room.ram_total:
         return "close other programs, or take a smaller model: localspec list --all"
     return "take a smaller model, or one quantised further: localspec list --all"
 

@@ -21,6 +21,7 @@ from localspec.engine.loading import ENGINES, compared
 from localspec.engine.pair import second_opinion
 from localspec.errors import Cancelled, LocalspecError
 from localspec.heads import HEAD
+from localspec.measuring.passes import WIDTHS
 from localspec.measuring.subject import PLAIN, SLICE_TOKENS, Arm, Block, EngineUnderTest, Sample, measure, places
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
@@ -35,9 +36,6 @@ from localspec.system.steps import exhaust
 if TYPE_CHECKING:
     from localspec.llm import LLM
 
-
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Widths of a pass that are shown: for drafts of up to 15 tokens, as finely as calibration measures."""
 
 _FILL, _PASSES = 64, 7
 _STALE = 1.35  # ratio of a pass now to the calibrated one from which the calibration is doubted
@@ -112,8 +110,8 @@ def cost_findings(
     yield from _engines(llm, watch, busy)
     branches = f"drafts do not branch: {cost.why_chains}" if cost.why_chains else "drafts may branch"
     yield Finding("info", "branches", branches)
-    drafts = llm.run(lambda pair: [(draft.path, draft.model) for draft in pair.state.models])
-    for path, model in dict.fromkeys([(llm.model_path, llm.run(lambda pair: pair.target)), *drafts]):
+    state = llm.run(lambda pair: pair.state)
+    for path, model in {llm.model_path: state.target, **{draft.path: draft.model for draft in state.models}}.items():
         if (types := why_copied(path, model.path)) is not None:
             text = f"{path.name} is run from an 8-bit copy: {model.backend} has a bug with {types} files."
             yield Finding("info", "copy", text)
@@ -209,11 +207,7 @@ def rank(
     watch: Watch,
     seconds: float,
 ) -> RankFacts:
-    """Answer the same questions plainly, with n-grams, with each head and draft model, and with several of these.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C.
-    """
+    """Answer the same questions plainly, with n-grams, with each head and draft model, and with several of these."""
     started = time.monotonic()
     deadline = started + seconds
     sources = _load(llm, heads, drafts, watch, deadline)
@@ -245,7 +239,7 @@ def rank(
                     subject.warm_up()
                 watch.report(f"trying {len(arms)} candidates on {question.id}", None)
                 block = Block(0, i, question, ends_cycle=True)
-                samples += measure(block, places([subject], block), params, SLICE_TOKENS if subject.in_slices else 0)
+                samples += measure(block, places([subject], block), params, SLICE_TOKENS)
                 took = time.monotonic() - began
         except Cancelled:
             watch.check()
@@ -301,10 +295,7 @@ def _facts(samples: Sequence[Sample], candidates: Sequence[list[str]], seconds: 
             )
         )
     rows.sort(key=lambda row: -(row.speedup or 0.0))
-    return RankFacts(round(seconds, 1), n_tokens, list(plain), _noise(list(plain.values())), rows)
-
-
-def _noise(plain: Sequence[Sequence[float]]) -> float | None:
-    """Relative standard deviation of plain speed on one question, pooled over questions."""
-    squares = [(statistics.stdev(speeds) / statistics.fmean(speeds)) ** 2 for speeds in plain]
-    return round(math.sqrt(statistics.fmean(squares)), 4) if squares else None
+    # Relative standard deviation of plain speed on one question, pooled over questions.
+    squares = [(statistics.stdev(speeds) / statistics.fmean(speeds)) ** 2 for speeds in plain.values()]
+    noise = round(math.sqrt(statistics.fmean(squares)), 4) if squares else None
+    return RankFacts(round(seconds, 1), n_tokens, list(plain), noise, rows)

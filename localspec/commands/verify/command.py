@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from localspec.commands.options import RunOptions, Watch
@@ -49,24 +50,24 @@ def report_of(result: AuditResult) -> Report:
 def _in_short(result: AuditResult) -> Iterator[Finding]:
     """What a user wants to know, without figures that need explanation."""
     broken = {defect.kind for defect in result.defects if defect.arm != SEVERAL}
-
-    def row(name: str, text: str, *kinds: str, there: bool = True) -> Finding:
-        status: Status = "fail" if broken.intersection(kinds) else "ok" if there else "note"
-        return Finding(status, name, text if there else "not reached" if result.interrupted else "not checked here")
-
     drafted = any(arm.drafted for arm in result.arms)
     rounded = ", up to rounding" if result.ties else ""
-    words = f"every token is the one that the model itself would choose{rounded}"
-    yield row("words", words, "decision", "row", there=drafted)
-    trace = "wrong guesses leave no trace in what the model remembers"
-    yield row("memory", trace, "memory", "engine", there=result.memory is not None)
-    same = "checking several tokens at once computes what one at a time does"
-    yield row("engine", same, "kernel", there=bool(result.noise["rows"]))
-    chance = "at a temperature guesses do not change how probable any token is"
-    yield row("chance", chance, "law", there=result.decoding_law is not None)
-    if result.thinking:
-        closed = f"budgets for thinking ended {result.thinking['closed']} blocks where they should"
-        yield row("thinking", closed, "decision")
+    closed = result.thinking["closed"] if result.thinking else 0
+    for name, kinds, there, text in (
+        ("words", {"decision", "row"}, drafted,
+         f"every token is the one that the model itself would choose{rounded}"),
+        ("memory", {"memory", "engine"}, result.memory, "wrong guesses leave no trace in what the model remembers"),
+        ("engine", {"kernel"}, result.noise["rows"],
+         "checking several tokens at once computes what one at a time does"),
+        ("chance", {"law"}, result.decoding_law,
+         "at a temperature guesses do not change how probable any token is"),
+        ("thinking", {"decision"}, result.thinking,
+         f"budgets for thinking ended {closed} blocks where they should"),
+    ):  # fmt: skip
+        if there or name != "thinking":
+            status: Status = "fail" if broken & kinds else "ok" if there else "note"
+            absent = "not reached" if result.interrupted else "not checked here"
+            yield Finding(status, name, text if there else absent)
     if several := result.several:
         bad, known = any(defect.arm == SEVERAL for defect in result.defects), several["bound"] is not None
         text = f"{several['sequences']} answers at a time, as the server makes them, are each the model's own{rounded}"
@@ -78,20 +79,20 @@ def _in_short(result: AuditResult) -> Iterator[Finding]:
 
 def _answers(result: AuditResult) -> Iterator[Table]:
     ties = Counter(tie["arm"] for tie in result.ties)
-    columns = ["answers", "tokens", "guesses", "right", "widest", "ties", "off by"]
+    head = ["", "answers", "tokens", "guesses", "right", "widest", "ties", "off by"]
     temperature = result.settings["sampling"]["temperature"]
     for sampled, title in ((False, "Greedy answers"), (True, f"Answers at temperature {temperature:g}")):
-        rows = []
-        arms = [arm for arm in result.arms if arm.sampled == sampled]
-        for arm in arms:
+        rows, widths, rejected = [], set[int](), set[int]()
+        for arm in (arm for arm in result.arms if arm.sampled == sampled):
             share = f"{arm.accepted / arm.drafted:.0%}" if arm.drafted else ""
-            figures = [arm.answers, arm.tokens, arm.drafted or "", share, max(arm.widths, default="")]
-            figures += [] if sampled else [ties[arm.arm] or "", f"{arm.largest_deviation:.2g}"]
+            off = "" if arm.largest_deviation is None else f"{arm.largest_deviation:.2g}"
+            tied = "" if sampled else ties[arm.arm] or ""
+            figures = [arm.answers, arm.tokens, arm.drafted or "", share, max(arm.widths, default=""), tied, off]
             rows.append([arm.arm, *map(str, figures)])
-        widths, rejected = set().union(*(arm.widths for arm in arms)), set().union(*(arm.rejected_at for arm in arms))
+            widths |= arm.widths
+            rejected |= arm.rejected_at
         places = f"; rejections at places {_spans(rejected)} of a draft" if rejected else ""
         if rows:
-            head = ["", *columns[: -2 if sampled else None]]
             yield Table(title, head, rows, f"passes over {_spans(widths)} tokens{places}" if widths else "")
 
 
@@ -109,13 +110,22 @@ def _checks(result: AuditResult) -> Iterator[Finding]:
         yield Finding(status("decision"), "decisions", text)
         text = f"after each of {counted(n_rounds, 'round')} the context is to hold what was settled, and nothing else"
         yield Finding(status("memory"), "memory", text)
-        yield Finding(status("row"), "rows", _rows(result))
+        text = f"{result.noise['tested']} rows against those of the target alone: "
+        text += _deviation(result.largest_deviation, result.noise["bound"])
+        if n := result.rechecked["rows"]:
+            text += f"; {n} computed anew at several widths, {result.rechecked['explained']} of them rounding"
+        yield Finding(status("row"), "rows", text)
     if "fail" in (status("engine"), status("engine", rollback=True)):
         yield Finding("fail", "engine", "a pass failed")
     yield _rollbacks(result, status("memory", "row", "engine", rollback=True))
     yield from _laws(result)
     if (several := result.several) and not several["reason"]:  # which is said above
-        yield _several_finding(several)
+        text = (
+            f"{counted(several['answers'], 'answer')}, {several['sequences']} at a time in {several['passes']} passes, "
+            f"{several['tokens']} tokens, {several['accepted']} of {several['drafted']} guesses right: "
+            f"{_deviation(several['largest_deviation'], several['bound'])}"
+        )
+        yield Finding("info", SEVERAL, text)
     looks = "none possible" if result.exact else f"{SECOND_LOOKS:.0%} of sound systems have a row computed again"
     text = f"rows: {looks}; decisions and memory: none possible; each law: {FALSE_ALARM:g}"
     yield Finding("info", "false alarms", text)
@@ -138,18 +148,6 @@ def _noise(result: AuditResult, status: Status) -> Finding:
     return Finding("note" if few else status, "width noise", text)
 
 
-def _rows(result: AuditResult) -> str:
-    text = (
-        f"{result.noise['tested']} rows against those of the target alone: "
-        f"largest deviation {result.largest_deviation:.2g} logits"
-    )
-    if result.noise["bound"]:
-        text += f", bound {result.noise['bound']:.2g}"
-    if n := result.rechecked["rows"]:
-        text += f"; {n} computed anew at several widths, {result.rechecked['explained']} of them rounding"
-    return text
-
-
 def _rollbacks(result: AuditResult, status: Status) -> Finding:
     probes, made = result.memory, result.sensitivity
     if probes is None:
@@ -157,7 +155,7 @@ def _rollbacks(result: AuditResult, status: Status) -> Finding:
     saved = f", {counted(probes['restored'], 'saved state')}" if probes["restored"] else ""
     text = (
         f"{probes['rollbacks']}, of rejected guesses, an edited question, a new conversation{saved}; against fresh "
-        f"memories: largest deviation {probes['largest_deviation']:.2g} logits"
+        f"memories: {_deviation(probes['largest_deviation'])}"
     )
     if probes["bitwise"] and status == "ok":
         text += f"; in {probes['pairs']} pairs what was rejected left no trace, to the bit"
@@ -189,13 +187,8 @@ def _laws(result: AuditResult) -> Iterator[Finding]:
         yield Finding("fail" if "samples of drafters" in broken else "ok", "samples", text, advice)
 
 
-def _several_finding(several: Figures) -> Finding:
-    text = (
-        f"{counted(several['answers'], 'answer')}, {several['sequences']} at a time in {several['passes']} passes, "
-        f"{several['tokens']} tokens, {several['accepted']} of {several['drafted']} guesses right: largest deviation "
-        f"{several['largest_deviation']:.2g} logits"
-    )
-    return Finding("info", SEVERAL, text + (f", bound {several['bound']:.2g}" if several["bound"] else ""))
+def _deviation(largest: float, bound: float | None = None) -> str:
+    return f"largest deviation {largest:.2g} logits" + (f", bound {bound:.2g}" if bound else "")
 
 
 def _evidence(law: Figures) -> str:
@@ -238,20 +231,14 @@ def _defects(defects: Iterable[Defect]) -> Iterator[Finding]:
 
 def _spans(numbers: Iterable[int]) -> str:
     """``2-5, 8``."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    runs = groupby(enumerate(sorted(numbers)), lambda placed: placed[1] - placed[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
-PROMPTS, QUICK_PROMPTS = 8, 2
-TOKENS, QUICK_TOKENS = 32, 16
+USUAL = {"n_prompts": 8, "n_tokens": 32, "n_draws": 1000, "n_windows": 4}
+QUICK = {"n_prompts": 2, "n_tokens": 16, "n_draws": 200, "n_windows": 2}
 LEAST_TOKENS = 16
-DRAWS, QUICK_DRAWS = 1000, 200
-WINDOWS, QUICK_WINDOWS = 4, 2
 LONG = 8  # draft tokens of several answers at a time, where they are asked for a second time
 TOP_K = 256  # default of sampled answers: the tail of a large vocabulary only costs time
 CHECK_FAILED, INTERRUPTED = 1, 130
@@ -262,21 +249,14 @@ FILTERS = ("temperature", "top_k", "top_p", "min_p", "seed")
 def verify_command(
     options: RunOptions, *, prompts: int | None = None, quick: bool = False, as_json: bool = False
 ) -> int:
-    """Audit a pair and print the report.
+    """Audit a pair and print the report; returns 0 (lossless), 1 (a defect was found) or 130 (interrupted before).
 
     ``--max-tokens`` is the longest answer; penalties apply to all answers, temperature and filters to the sampled ones;
     stop strings are ignored.
-
-    Returns:
-        0 lossless, 1 a defect was found, 130 interrupted before one was.
-
-    Raises:
-        UsageError: too few prompts or tokens.
-        LocalspecError: the pair cannot be loaded, or does not work at all.
     """
     if prompts is not None and prompts < 1:
         raise UsageError(f"--prompts must be at least 1, not {prompts}")
-    if options.sampling.get("max_tokens", TOKENS) < LEAST_TOKENS:
+    if options.sampling.get("max_tokens", LEAST_TOKENS) < LEAST_TOKENS:
         raise UsageError(f"--max-tokens must be at least {LEAST_TOKENS} for verify")
     with options.opened(chats=False) as llm, Progress() as progress:
         audited, watch = audit_options(options, llm, prompts, quick), Watch(_shown_on(progress))
@@ -287,7 +267,7 @@ def verify_command(
         with Progress() as progress:
             _several(options, audited, audit.prompts, result, progress)
     if as_json:
-        print(json.dumps(result.as_dict(), allow_nan=False))
+        print(json.dumps(result.as_dict(), allow_nan=False, default=sorted))
     else:
         screen = Screen()
         screen.sentence(result.verdict)
@@ -328,33 +308,28 @@ def audit_options(options: RunOptions, llm: LLM, prompts: int | None, quick: boo
     penalties = {name: value for name, value in (defaults | dict(given)).items() if name in PENALTIES}
     chain: dict[str, Any] = {"top_k": TOP_K} | {name: given[name] for name in FILTERS if name in given}
     chain["temperature"] = chain.get("temperature") or 1.0
+    asked = {"n_prompts": prompts, "n_tokens": given.get("max_tokens")}
     return AuditOptions(
-        n_prompts=prompts or (QUICK_PROMPTS if quick else PROMPTS),
-        n_tokens=given.get("max_tokens") or (QUICK_TOKENS if quick else TOKENS),
         greedy=SamplingParams(**penalties),
         sampled=SamplingParams(**penalties, **chain),
         draft_length=options.length(),
-        n_draws=QUICK_DRAWS if quick else DRAWS,
         system=options.system,
         is_quick=quick,
-        n_windows=QUICK_WINDOWS if quick else WINDOWS,
+        **(QUICK if quick else USUAL) | {name: n for name, n in asked.items() if n},
     )
 
 
 def _shown_on(progress: Progress) -> Callable[[str, float | None], None]:
     """Shows an audit's progress and the time left; without a terminal, a line for each prompt."""
-    started, shown = time.monotonic(), ""
+    started = time.monotonic()
 
     def show(what: str, fraction: float | None) -> None:
-        nonlocal shown
         done = fraction or 0.0
         seconds = (time.monotonic() - started) * (1 - done) / max(done, 1e-9)
         left = f", about {seconds:.0f} s left" if done > 0.02 else ""
-        part = what.partition(":")[0]
-        if part != shown:
-            shown = part
-            progress.report(part + left, None)
-        else:
+        if progress.live:
             progress.report(what + left, done)
+        else:
+            progress.report(what.partition(":")[0], None)
 
     return show

@@ -1,4 +1,4 @@
-"""The law of verification, tested on distributions that this model and this draft really had.
+"""Laws, tested: that of verification on distributions that this model and this draft had, and those of drafters.
 
 A window is a draft of a real round with the target's rows, reduced to their most probable tokens. Verification is asked
 thousands of times, with fresh noise, which tokens it emits: row i follows i tokens, so token i must follow p_i exactly,
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -81,11 +82,37 @@ class _Bettor:
 
 
 @dataclass(slots=True)
-class Bets:
-    """Evidence against one law; a token that p gives no probability (``impossible``) is proof."""
+class Evidence:
+    """Bettors against one law, who share a stake; a token that it gives no probability (``impossible``) is proof."""
+
+    impossible: int = 0
+
+    def stakes(self) -> dict[str, float]:
+        """Log stake [nats] by suspicion, in words."""
+        raise NotImplementedError
+
+    @property
+    def evidence(self) -> float:
+        """Logarithm of the common stake [nats]; infinite if something impossible was found."""
+        if self.impossible:
+            return math.inf
+        stakes = list(self.stakes().values())
+        return float(np.logaddexp.reduce(stakes)) - math.log(len(stakes))
+
+    @property
+    def rejected(self) -> bool:
+        return self.evidence >= THRESHOLD
+
+    def figures(self) -> dict[str, Any]:
+        nats = None if self.impossible else self.evidence
+        return {"evidence_nats": nats, "threshold_nats": THRESHOLD, "false_alarm": FALSE_ALARM}
+
+
+@dataclass(slots=True)
+class Bets(Evidence):
+    """Evidence against the law of tokens."""
 
     n_tokens: int = 0
-    impossible: int = 0
     _bettors: dict[str, _Bettor] = field(default_factory=lambda: {name: _Bettor() for name in SUSPICIONS})
 
     def observe(self, p: Distribution, tokens: int | Ids, q: Distribution | None, before: Distribution | None) -> None:
@@ -111,24 +138,16 @@ class Bets:
             bettor.expected += n * mean
             bettor.variance += n * max(0.0, float((r * ratio * ratio).sum()) - mean * mean)
 
-    @property
-    def evidence(self) -> float:
-        """Logarithm of the common stake [nats]; infinite if something impossible was emitted."""
-        if self.impossible:
-            return math.inf
-        stakes = np.array([bettor.log_stake for bettor in self._bettors.values()])
-        return float(np.logaddexp.reduce(stakes)) - math.log(len(stakes))
-
-    @property
-    def rejected(self) -> bool:
-        return self.evidence >= THRESHOLD
+    def stakes(self) -> dict[str, float]:
+        return {SUSPICIONS[name]: bettor.log_stake for name, bettor in self._bettors.items()}
 
     @property
     def strongest(self) -> str:
         """The suspicion with the most evidence, in words."""
         if self.impossible:
             return "a token was said that p gives no probability"
-        return SUSPICIONS[max(self._bettors, key=lambda name: self._bettors[name].log_stake)]
+        stakes = self.stakes()
+        return max(stakes, key=lambda name: stakes[name])
 
     def power(self) -> Mapping[str, float]:
         """For each suspicion, the probability of finding it if it were true (normal approximation)."""
@@ -144,11 +163,9 @@ class Bets:
         return {
             "tokens": self.n_tokens,
             "impossible_tokens": self.impossible,
-            "evidence_nats": None if self.impossible else self.evidence,
-            "threshold_nats": THRESHOLD,
             "strongest_suspicion": self.strongest,
-            "false_alarm": FALSE_ALARM,
             "power": {SUSPICIONS[name]: value for name, value in self.power().items()},
+            **Evidence.figures(self),
         }
 
 
@@ -264,7 +281,9 @@ class VerificationLaw:
             self.n_draws += n_draws
             for place, tokens in enumerate(np.array(emitted).T):
                 p, before = trial.laws[place], trial.laws[place - 1] if place else None
-                self.bets.observe(p, tokens, trial.law_to_bet_with(place), before)
+                # A draft that knows the target's noise follows no law of its own.
+                q = None if kind == "coupled" or place == len(trial.drafted) else trial.drafted[place][0]
+                self.bets.observe(p, tokens, q, before)
                 self._compare(p, tokens, limit, f"window {number // len(KINDS)}, {kind} guesses, place {place}")
 
     def _compare(self, p: Distribution, tokens: Ids, limit: float, where: str) -> None:
@@ -287,22 +306,14 @@ class _Trial:
 
     def __init__(self, window: Window, kind: str, params: SamplingParams) -> None:
         self.laws = [distribution(row, (), params) for row in window.rows]
+        self.drafted: list[tuple[Distribution, bool]] = []  # the law of each draft token, and whether the draft says so
         self._rows, self._params, self._coupled = window.rows, params, kind == "coupled"
         self._n_sampled = 0
-        # The law of each draft token, and whether the draft says so.
-        self._drafted: list[tuple[Distribution, bool]] = []
         for place, q in enumerate(window.drafted(params, poorly=kind == "mixed")):
-            if kind == "sampled" or (kind == "mixed" and place % 2 == 0):
-                self._drafted.append((q, True))
-            elif kind == "coupled":
-                self._drafted.append((q, False))
-            else:
-                law, rank = (self.laws[place], 2) if kind == "seldom right" else (q, 0)
-                self._drafted.append((_point_mass(law, rank), False))
-
-    def law_to_bet_with(self, place: int) -> Distribution | None:
-        """Law of the draft token for a place; None without one, or where it knows the target's noise."""
-        return None if self._coupled or place == len(self._drafted) else self._drafted[place][0]
+            sampled = kind == "sampled" or (kind == "mixed" and place % 2 == 0)
+            if not sampled and kind != "coupled":
+                q = _point_mass(self.laws[place], 2) if kind == "seldom right" else _point_mass(q, 0)
+            self.drafted.append((q, sampled))
 
     def emitted(self, noise: Noise) -> list[int]:
         """Tokens of all rows, by rounds of drafting and verifying."""
@@ -315,7 +326,7 @@ class _Trial:
         return tokens
 
     def _draft_token(self, place: int, noise: Noise) -> DraftToken:
-        q, sampled = self._drafted[place]
+        q, sampled = self.drafted[place]
         if self._coupled:
             token = q.sample(noise, place + 1, STREAM_TARGET)
         else:
@@ -327,7 +338,7 @@ class _Trial:
 def _point_mass(law: Distribution, rank: int) -> Distribution:
     """A point mass on the token of a rank, 0 being the most probable."""
     order = np.argsort(-law.probs, kind="stable")
-    return law_of(int(law.ids[order[min(rank, len(order) - 1)]]), None)
+    return law_of(int(law.ids[order[: rank + 1][-1]]), None)
 
 
 def _restricted(law: Distribution, ids: Ids) -> Distribution:
@@ -344,3 +355,118 @@ def _binary_kl(a: Probs, p: Probs) -> Probs:
         heads = np.where(a > 0, a * np.log(a / p), 0.0)
         tails = np.where(a < 1, (1 - a) * np.log((1 - a) / (1 - p)), 0.0)
     return np.asarray(np.maximum(heads + tails, 0.0))
+
+
+# Whether a drafter sends the samples that it draws. Verification trusts the law that a sample was drawn from. A
+# drafter that drops unlikely samples, or draws from another law than it reports, skews the text. So samples sent, and
+# samples drawn and not sent, are tested: if sending does not depend on the outcome, both follow the reported law.
+# Bettors of ``THRESHOLDS`` suspect that half of the samples of a probability under c are dropped, or half of all but
+# the most probable token: a sample sent multiplies the stake by 1/2 + 1/2 [q(x) >= c] / Q(q >= c), one not sent by
+# the same of the others. Those of ``ORDERS`` suspect nothing in particular: a sample's place in [0, 1), the
+# probability of all tokens ranked before it plus a random share of its own, is uniform. Tokens rank by probability
+# and by a scrambled id; places are counted in ``BINS`` parts, and the stake is Dirichlet's mixture with weights 1/2
+# (Krichevsky and Trofimov 1981). With n samples sent, a quarter with a share of 1/4 + ``detectable`` is found with 99
+# %.
+
+BINS = 4
+ORDERS = ("probability", "id")
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+LIKELIEST = 2.0  # stands for a threshold that only the most probable token passes
+
+
+@dataclass(slots=True)
+class DrawnSamples(Evidence):
+    """Samples that drafters drew with noise of their own."""
+
+    drawn: int = 0
+    sent: int = 0
+    _stakes: dict[float, float] = field(default_factory=lambda: dict.fromkeys((*THRESHOLDS, LIKELIEST), 0.0))
+    _rng: random.Random = field(default_factory=lambda: random.Random(23))
+    _counts: dict[tuple[str, str], list[int]] = field(
+        default_factory=lambda: {(set_, order): [0] * BINS for set_ in ("sent", "not sent") for order in ORDERS}
+    )
+
+    def observe(self, drawn: Sequence[tuple[int, Distribution]], draft: Sequence[DraftToken]) -> None:
+        """Note the samples drawn in a round, and the draft sent."""
+        sent = [(token.id, token.dist) for token in draft if token.dist is not None]
+        held = {(token, id(law)) for token, law in sent}
+        self.drawn += len(drawn)
+        self.sent += len(sent)
+        for token, law in sent:
+            self._place("sent", token, law)
+        for token, law in drawn:
+            if (token, id(law)) not in held:
+                self._place("not sent", token, law)
+
+    def _place(self, set_: str, token: int, law: Distribution) -> None:
+        at = int(np.searchsorted(law.ids, token))
+        if at == len(law.ids) or law.ids[at] != token or not law.probs[at]:
+            self.impossible += 1
+            return
+        for threshold in self._stakes:
+            kept = law.probs >= (law.probs.max() if threshold == LIKELIEST else threshold)
+            if set_ == "not sent":
+                kept = ~kept
+            if 0.0 < (mass := float(law.probs[kept].sum())) < 1.0:
+                self._stakes[threshold] += math.log(0.5 + 0.5 * bool(kept[at]) / mass)
+        share = self._rng.random()
+        # Ids are scrambled by a multiplication, so that neighbours do not stay together.
+        for order, keys in zip(ORDERS, (-law.probs, law.ids * 0x9E3779B1 % (1 << 32)), strict=True):
+            before = float(law.probs[keys < keys[at]].sum())
+            if order == "probability":  # equals rank by id
+                before += float(law.probs[:at][law.probs[:at] == law.probs[at]].sum())
+            place = before + share * float(law.probs[at])
+            self._counts[set_, order][min(BINS - 1, int(place * BINS))] += 1
+
+    def stakes(self) -> dict[str, float]:
+        found = {
+            "unlikely samples are thrown away"
+            if threshold == LIKELIEST
+            else f"samples of a probability under {threshold:g} are thrown away": stake
+            for threshold, stake in self._stakes.items()
+        }
+        return found | {
+            f"samples do not follow the laws they are said to come from (by {order})": sum(
+                _stake(self._counts[set_, order]) for set_ in ("sent", "not sent")
+            )
+            for order in ORDERS
+        }
+
+    @property
+    def worst(self) -> str:
+        """Where the evidence is largest, in words."""
+        if self.impossible:
+            return "a sample was sent that its own law gives no probability"
+        found = self.stakes()
+        return f"{max(found, key=lambda name: found[name])}; of {self.drawn} that were drawn {self.sent} were sent"
+
+    @property
+    def detectable(self) -> float | None:
+        """Error of a quarter's share that is found with 99 %; None if none is."""
+        n = self.sent
+        for error in np.arange(0.01, 0.76, 0.01):
+            share = 0.25 + float(error)
+            count = n * share - 2.33 * math.sqrt(n * share * (1 - share))
+            rest = (n - count) / (BINS - 1)
+            if count > rest and _stake([count, *[rest] * (BINS - 1)]) - math.log(len(self.stakes())) >= THRESHOLD:
+                return float(error)
+        return None
+
+    def figures(self) -> dict[str, Any]:
+        """``samples`` of the JSON."""
+        return {
+            "drawn": self.drawn,
+            "sent": self.sent,
+            "impossible": self.impossible,
+            "worst": self.worst,
+            "detectable_error": self.detectable,
+            **Evidence.figures(self),
+        }
+
+
+def _stake(counts: Sequence[float]) -> float:
+    """Log probability of counts under Dirichlet's mixture over that under even shares."""
+    n, half = sum(counts), 0.5
+    mixed = math.lgamma(BINS * half) - math.lgamma(n + BINS * half)
+    mixed += sum(math.lgamma(count + half) - math.lgamma(half) for count in counts)
+    return mixed + n * math.log(BINS)

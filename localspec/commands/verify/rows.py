@@ -16,7 +16,8 @@ import numpy as np
 from localspec.backends.base import Context, FloatArray, Model
 from localspec.backends.trust import MAX_MEAN_KL, agreement
 from localspec.errors import EngineError, line_of
-from localspec.sampling.sampling import Ids, SamplingParams, edit_logits
+from localspec.measuring.subject import feed, row_behind
+from localspec.sampling.sampling import Ids, SamplingParams, edit_logits, largest_ids
 from localspec.spec_decode.decoder import PREFILL_CHUNK
 
 # The oracle: the target alone, in fresh contexts that are never rolled back, token by token and in wide passes.
@@ -51,17 +52,10 @@ class KeptRow:
 
     @classmethod
     def of(cls, row: FloatArray) -> KeptRow:
-        """Keep what matters of a row [n_vocab].
-
-        Raises:
-            EngineError: its largest value is not a finite number.
-        """
+        """Keep what matters of a row [n_vocab]. ``EngineError``: its largest value is not a finite number."""
         if not np.isfinite(row.max()):
             raise EngineError("the engine returned non-finite logits")
-        n = min(KEPT, len(row))
-        # All that equal the last one kept are candidates, so that ties are cut by id and not by chance.
-        candidates = np.flatnonzero(row >= np.partition(row, len(row) - n)[len(row) - n])
-        ids = candidates[np.argsort(-row[candidates], kind="stable")][:n]
+        ids = largest_ids(row, KEPT)
         return cls(ids, row[ids], digest_of(row))
 
     @property
@@ -86,13 +80,12 @@ class KeptRow:
     def near(self, top: Sequence[tuple[int, float]], argmax: int) -> Deviation:
         """Compare another computation of which only the top tokens with logprobs, which differ from logits by one
         number, and the argmax are known."""
-        at = {int(token): i for i, token in enumerate(self.ids)}
-        pairs = [(value, float(self.logits[at[token]])) for token, value in top if token in at]
-        change = np.array([value - logit for value, logit in pairs] or [0.0])
-        rms = float(change.std())
+        logits = dict(zip(self.ids.tolist(), self.logits.tolist(), strict=True))
+        change = np.array([value - logits[token] for token, value in top if token in logits] or [0.0])
+        rms, swing = float(change.std()), float(np.abs(change - change[0]).max())
         if rms < SINGLE:
-            return Deviation(flips=argmax != self.best)
-        return Deviation(rms, float(np.abs(change - change[0]).max()), 0.0, argmax != self.best)
+            rms = swing = 0.0
+        return Deviation(rms, swing, flips=argmax != self.best)
 
 
 def digest_of(row: FloatArray) -> bytes:
@@ -171,32 +164,14 @@ def prompt_cuts(n_tokens: int) -> list[Iterable[int]]:
     return [chain((half,), repeat(PREFILL_CHUNK)), repeat(PREFILL_CHUNK // 2 - 3), repeat(16), repeat(5)]
 
 
-def feed(context: Context, tokens: Sequence[int], check: Check, lengths: Iterable[int] = repeat(PREFILL_CHUNK)) -> None:
-    """Make a context hold these tokens, decoding what it lacks in passes of these lengths."""
-    at = context.reuse(tokens)
-    for length in lengths:
-        if at >= len(tokens):
-            return
-        check()
-        context.decode(tokens[at : at + length], "none")
-        at += length
-
-
-def row_behind(context: Context, text: Sequence[int], check: Check) -> FloatArray:
-    """Logits [n_vocab] behind a text, valid until the context's next pass."""
-    feed(context, text[:-1], check)
-    row: FloatArray = context.decode(text[-1:], "last").logits[0]
-    return row
-
-
 FORMAT, VERSION = "localspec-audit", 1
 DefectKind = Literal["kernel", "row", "decision", "memory", "law", "engine"]
 Figures = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Defect:
-    """Something that rounding does not explain.
+@dataclass(eq=False)
+class Defect(Exception):
+    """Something that rounding does not explain; raised, it ends the answer that it was found in.
 
     Attributes:
         kind: ``kernel`` (wide passes contradict narrow ones), ``row`` (a row of logits is not that of its text),
@@ -211,10 +186,6 @@ class Defect:
     position: int | None
     evidence: str  # one sentence
     details: Figures = field(default_factory=dict)  # its figures
-
-
-class DefectFound(Exception):
-    """A ``Defect``, its argument, that ends the answer it was found in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +208,9 @@ class Observation:
     def differs(self) -> bool:
         """Whether plain decoding has another token here."""
         return self.token >= 0 and self.token != self.plain.rows[self.position].best
+
+    def within(self, bound: float, gap_bound: float) -> bool:
+        return self.deviation.rms <= bound and self.gap <= gap_bound
 
 
 @dataclass(slots=True)
@@ -268,8 +242,8 @@ class AuditLog:
         """Note the defect that ends the block, or the failure of the engine."""
         try:
             yield
-        except DefectFound as found:
-            self.defects.append(found.args[0])
+        except Defect as found:
+            self.defects.append(found)
         except Exception as error:
             self.defects.append(Defect("engine", arm, prompt, None, f"{what} broke off: {line_of(error)}"))
 
@@ -325,15 +299,12 @@ class AuditResult:
     def verdict(self) -> str:
         if self.defects:
             first = self.defects[0]
-            where = f"{first.arm}" + (f", prompt {first.prompt}" if first.prompt else "")
-            where += f", token {first.position}" if first.position is not None else ""
+            prompt = f", prompt {first.prompt}" if first.prompt else ""
+            token = f", token {first.position}" if first.position is not None else ""
             more = f" ({len(self.defects) - 1} more)" if len(self.defects) > 1 else ""
-            return f"NOT lossless here: {where}: {first.evidence}{more}"
-        n_answers = sum(arm.answers for arm in self.arms if arm.drafted)
-        n_tokens = sum(arm.tokens for arm in self.arms if arm.drafted)
-        if self.several and self.several["drafted"]:
-            n_answers += self.several["answers"]
-            n_tokens += self.several["tokens"]
+            return f"NOT lossless here: {first.arm}{prompt}{token}: {first.evidence}{more}"
+        made = [asdict(arm) for arm in self.arms] + ([self.several] if self.several else [])
+        n_answers, n_tokens = (sum(each[name] for each in made if each["drafted"]) for name in ("answers", "tokens"))
         checked = (
             f"{counted(n_answers, 'answer')} with guesses, {counted(n_tokens, 'token')}, each of them the model's own"
         )
@@ -345,16 +316,11 @@ class AuditResult:
 
     def as_dict(self) -> dict[str, Any]:
         found = {"format": FORMAT, "version": VERSION, "lossless": self.lossless, "verdict": self.verdict}
-        return found | asdict(self, dict_factory=_with_lists)
+        return found | asdict(self)
 
 
-def _with_lists(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in items}
-
-
-def in_words(display: Callable[[int], str]) -> Callable[[int], str]:
-    """Turns a token into words for a sentence."""
-    return lambda token: f"{display(token)!r} ({token})"
+def in_words(model: Model, token: int) -> str:
+    return f"{model.vocab.display(token)!r} ({token})"
 
 
 def counted(n: int, noun: str) -> str:
@@ -389,10 +355,12 @@ class Rollbacks:
         def rejected(n: int) -> list[int]:
             return [rng.randrange(context.model.n_vocab) for _ in range(n)]
 
-        def observe(position: int, row: FloatArray) -> None:
+        def observe(position: int) -> FloatArray:
+            row = row_behind(context, plain.before(position), check)
             deviation = plain.compared(position, row)
             self.largest_deviation = max(self.largest_deviation, deviation.rms)
             log.observations.append(Observation(ARM, plain, position, deviation))
+            return row
 
         independent = rows_are_independent(context.model, plain, check)
         self.bitwise &= independent
@@ -403,9 +371,7 @@ class Rollbacks:
             for _ in range(3):
                 feed(context, text[:-2], check)
                 context.decode([text[-2], *rejected(n_draft)])
-                row = np.array(row_behind(context, text, check))
-                digests.append(digest_of(row))
-                observe(position, row)
+                digests.append(digest_of(observe(position)))
                 self.rollbacks += 1
             self.pairs += 1
             if independent and digests[1] != digests[2]:
@@ -414,18 +380,17 @@ class Rollbacks:
                     "two rollbacks that should leave the same memory give rows that are not equal to the bit"
                 )
                 log.defects.append(Defect("memory", ARM, plain.name, position, evidence, {"guesses": n_draft}))
-        text = plain.before(last)
         for kept in (len(plain.prompt) + last // 2, max(1, len(plain.prompt) // 2), 0):
             context.truncate(min(kept, context.n_past))
-            observe(last, row_behind(context, text, check))
+            observe(last)
             self.rollbacks += 1
         if context.model.capabilities.saves_state:
-            feed(context, text[:-1], check)
+            feed(context, plain.before(last)[:-1], check)
             state = context.export_state()
             context.truncate(0)
             context.decode(rejected(reach), "none")
             context.import_state(state)
-            observe(last, row_behind(context, text, check))
+            observe(last)
             self.restored += 1
 
 
@@ -524,68 +489,59 @@ def tail_bound(sample: Sequence[float], n_tested: int, false_alarm: float = FALS
     k = max(5, n // 10)
     threshold = float(ordered[n - k - 1])
     # The sum of k exponential excesses over their mean is half a chi-square of 2k degrees of freedom.
-    mean = float((ordered[n - k :] - threshold).mean()) * 2 * k / _chi_square_low(2 * k)
+    # The 5 % quantile of that law over its degrees of freedom: Wilson and Hilferty 1931, within 1 % from 10 degrees on.
+    spread = 1 / (9 * k)
+    low = (1 - spread - 1.6449 * math.sqrt(spread)) ** 3
+    mean = float((ordered[n - k :] - threshold).mean()) / low
     share = k / n * max(1, n_tested) / false_alarm
     return max(float(ordered[-1]), threshold + mean * max(0.0, math.log(share)))
 
 
-def _chi_square_low(degrees: int) -> float:
-    """The 5 % quantile of the chi-square law (Wilson and Hilferty 1931; within 1 % from 10 degrees on)."""
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread - 1.6449 * math.sqrt(spread)) ** 3
-
-
 @dataclass(slots=True)
 class Judge:
-    """Tells ties from defects, given the target and the ``bounds`` of its ``WidthNoise``.
-
-    Attributes:
-        ties: tokens that differ from plain decoding, where rounding explains it.
-        n_rechecked, n_explained: suspicious rows that were computed again, and those that fresh contexts move as well.
-    """
+    """Tells ties from defects, given the target and the ``bounds`` of its ``WidthNoise``."""
 
     model: Model
-    bounds: tuple[float, float]
-    name: Callable[[int], str]  # turns a token into words
+    bounds: tuple[float, float] | None
     branches: bool = False  # whether the contexts that are judged take branching drafts
-    ties: list[Observation] = field(default_factory=list)
+    ties: list[Observation] = field(default_factory=list)  # tokens unlike plain decoding's, where rounding explains it
     defects: list[Defect] = field(default_factory=list)  # the first unexplained row of each prompt and way of drafting
-    n_rechecked: int = 0
-    n_explained: int = 0
+    n_rechecked: int = 0  # suspicious rows that were computed again
+    n_explained: int = 0  # those of them that fresh contexts move as well
 
     def judge(self, observations: Iterable[Observation]) -> Judge:
-        """Add what they show to ties and defects; returns itself."""
+        """Add what they show to ties and defects, nothing without bounds; returns itself."""
+        if self.bounds is None:
+            return self
         broken = set()
         for seen in observations:
             answer = seen.arm, seen.plain.name
             if answer in broken:
                 continue
-            bound, gap_bound = self.bounds
-            if (seen.deviation.rms > bound or seen.gap > gap_bound) and not self._explained(seen):
+            if not seen.within(*self.bounds) and not self._explained(seen, *self.bounds):
                 broken.add(answer)
-                self.defects.append(self._defect(seen))
+                self.defects.append(self._defect(seen, *self.bounds))
             elif seen.differs:
                 self.ties.append(seen)
         return self
 
-    def _explained(self, seen: Observation) -> bool:
+    def _explained(self, seen: Observation, bound: float, gap_bound: float) -> bool:
         """Whether fresh contexts move the row as well, one for each of ``WIDTHS``."""
         if self.model.capabilities.batch_invariant or self.n_rechecked - self.n_explained >= MOST_RECHECKS:
             return False
         self.n_rechecked += 1
-        rms, gap = self.bounds
-        for width, lengths in zip(WIDTHS, prompt_cuts(len(seen.plain.prompt) - 1), strict=True):
-            n_rows = seen.position + 1
-            answer, branches = seen.plain, self.branches
+        answer, n_rows, branches, moved = seen.plain, seen.position + 1, self.branches, []
+        for width, lengths in zip(WIDTHS, prompt_cuts(len(answer.prompt) - 1), strict=True):
             *_, last = wide_passes(self.model, answer, n_rows, lengths, repeat(width), lambda: False, branches=branches)
-            rms, gap = max(rms, EXPLAINED * last[-1].rms), max(gap, EXPLAINED * last[-1].swing)
-        explained = seen.deviation.rms <= rms and seen.gap <= gap
+            moved.append(last[-1])
+        rms, swing = (EXPLAINED * max(getattr(each, name) for each in moved) for name in ("rms", "swing"))
+        explained = seen.within(max(bound, rms), max(gap_bound, swing))
         self.n_explained += explained
         return explained
 
-    def _defect(self, seen: Observation) -> Defect:
-        (bound, gap_bound), position, rms = self.bounds, seen.position, seen.deviation.rms
-        details: dict[str, Any] = {"deviation": rms, "bound": bound, "gap": seen.gap, "gap_bound": gap_bound}
+    def _defect(self, seen: Observation, bound: float, gap_bound: float) -> Defect:
+        position, rms = seen.position, seen.deviation.rms
+        details = {"deviation": rms, "bound": bound, "gap": seen.gap, "gap_bound": gap_bound}
         evidence = (
             f"the row computed for it lies {rms:.3g} logits from that of the same text in a fresh memory "
             f"(rounding explains {bound:.3g})"
@@ -593,8 +549,8 @@ class Judge:
         if seen.differs:
             plain = seen.plain.rows[position].best
             details |= {"plain": plain, "said": seen.token}
-            said = f"{self.name(seen.token)} is said where plain decoding says {self.name(plain)}, "
-            said += f"{seen.gap:.3g} logits above it"
+            said = f"{in_words(self.model, seen.token)} is said where plain decoding says "
+            said += f"{in_words(self.model, plain)}, {seen.gap:.3g} logits above it"
             # Of some answers of several at a time no rows are known.
             evidence = f"{said}; {evidence}" if rms else f"{said} (rounding bridges {gap_bound:.3g})"
         return Defect("row", seen.arm, seen.plain.name, position, evidence, details)

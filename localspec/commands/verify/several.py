@@ -7,24 +7,12 @@ agree. Rounding is measured in fresh contexts of as many sequences, as engines c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from localspec.backends.base import Model, Piece
 from localspec.commands.options import Watch
-from localspec.commands.verify.rows import (
-    AuditLog,
-    Check,
-    Defect,
-    Deviation,
-    Judge,
-    Observation,
-    PlainAnswer,
-    WidthNoise,
-    in_words,
-    plain_answer,
-)
+from localspec.commands.verify import rows
 from localspec.engine.pair import Pair
 from localspec.engine.request import Reply, RoundStream
 from localspec.llm import LLM
@@ -68,58 +56,45 @@ def audit_several(
     n_tokens: int,
     lengths: Sequence[int | str],
     watch: Watch,
-) -> tuple[SeveralFigures, list[Defect], list[Observation]]:
+) -> tuple[SeveralFigures, list[rows.Defect], list[rows.Observation]]:
     """Ask for more answers at a time than the pair has sequences, and compare them with the target alone; returns
-    defects and ties too.
+    defects and ties too."""
+    figures, log = SeveralFigures(sequences=llm.parallel_info()["parallel"]), rows.AuditLog()
+    asked = [(label, prompt, length) for length in lengths for label, prompt in prompts]
+    replies, ties = list[Reply](), list[rows.Observation]()
 
-    Raises:
-        KeyboardInterrupt: it was interrupted.
-    """
-    figures, log = SeveralFigures(sequences=llm.parallel_info()["parallel"]), AuditLog()
-    asked = [(number, length) for length in lengths for number in range(len(prompts))]
-    texts, observations, ties = list[PlainAnswer](), list[Observation](), list[Observation]()
-    passes_before = _n_passes(llm)
-    with log.noting(ARM, prompts[0][0], "decoding"):
-        replies = _replies(llm, [(prompts[number][1], length) for number, length in asked], n_tokens, watch)
-        figures.passes = _n_passes(llm) - passes_before
-        for (number, _), reply in zip(asked, replies, strict=True):
-            label, prompt = prompts[number]
+    def compare(pair: Pair) -> rows.Judge:
+        target, texts = pair.target, list[rows.PlainAnswer]()
+        for (label, prompt, _), reply in zip(asked, replies, strict=True):
             watch.report(f"reading answer {len(texts) + 1} of {len(replies)} alone", None)
-
-            def replay(pair: Pair, label: str = label, prompt: list[int] = prompt, reply: Reply = reply) -> PlainAnswer:
-                given = list(reply.token_ids)
-                return plain_answer(pair.target, label, prompt, SamplingParams(), len(given), watch.check, given)
-
-            texts.append(text := llm.run(replay))
-            for position, (token, row) in enumerate(zip(reply.token_ids, text.rows, strict=True)):
-                known, deviation = reply.tokens[position].logprobs, Deviation()
+            given = list(reply.token_ids)
+            text = rows.plain_answer(target, label, prompt, SamplingParams(), len(given), watch.check, given)
+            texts.append(text)
+            for position, (token, row) in enumerate(zip(given, text.rows, strict=True)):
+                known, deviation = reply.tokens[position].logprobs, rows.Deviation()
                 if known is not None:
                     deviation = row.near(known.top, known.top[0][0])
-                observations.append(Observation(ARM, text, position, deviation, token))
+                log.observations.append(rows.Observation(ARM, text, position, deviation, token))
             figures.answers += 1
-            figures.tokens += len(reply.token_ids)
+            figures.tokens += len(given)
             figures.drafted += reply.stats["num_draft_tokens"]
             figures.accepted += reply.stats["num_accepted_tokens"]
         watch.report("passes of several sequences", None)
-        figures.largest_deviation = max((seen.deviation.rms for seen in observations), default=0.0)
-        noise = llm.run(lambda pair: _noise(pair.target, texts, figures.sequences, watch.check))
-        if (bounds := noise.bounds(max(1, len(observations)))) is not None:
-            figures.bound = bounds[0]
-            name = in_words(llm.vocab.display)
-            judge = llm.run(partial(_judged, bounds, name, observations))
-            log.defects += judge.defects
-            ties = judge.ties
+        figures.largest_deviation = max((seen.deviation.rms for seen in log.observations), default=0.0)
+        noise = rows.WidthNoise(target.capabilities.batch_invariant)
+        for at in range(0, len(texts), figures.sequences):
+            noise.deviations += _deviations(target, texts[at : at + figures.sequences], watch.check)
+        bounds = noise.bounds(len(log.observations))
+        figures.bound = bounds and bounds[0]
+        return rows.Judge(target, bounds).judge(log.observations)
+
+    with log.noting(ARM, prompts[0][0], "decoding"):
+        replies += _replies(llm, [(prompt, length) for _, prompt, length in asked], n_tokens, watch)
+        figures.passes = (llm.parallel_info().get("passes") or {}).get("passes", 0)
+        judge = llm.run(compare)
+        log.defects += judge.defects
+        ties += judge.ties
     return figures, log.defects, ties
-
-
-def _judged(
-    bounds: tuple[float, float], name: Callable[[int], str], observations: Sequence[Observation], pair: Pair
-) -> Judge:
-    return Judge(pair.target, bounds, name).judge(observations)
-
-
-def _n_passes(llm: LLM) -> int:
-    return int((llm.parallel_info().get("passes") or {}).get("passes", 0))
 
 
 def _replies(llm: LLM, asked: Sequence[tuple[list[int], int | str]], n_tokens: int, watch: Watch) -> list[Reply]:
@@ -147,16 +122,9 @@ def _replies(llm: LLM, asked: Sequence[tuple[list[int], int | str]], n_tokens: i
             stream.close()
 
 
-def _noise(model: Model, texts: Sequence[PlainAnswer], n_sequences: int, check: Check) -> WidthNoise:
-    noise = WidthNoise(model.capabilities.batch_invariant)
-    for start in range(0, len(texts), n_sequences):
-        noise.deviations += _deviations(model, texts[start : start + n_sequences], check)
-    return noise
-
-
-def _deviations(model: Model, texts: Sequence[PlainAnswer], check: Check) -> list[Deviation]:
+def _deviations(model: Model, texts: Sequence[rows.PlainAnswer], check: rows.Check) -> list[rows.Deviation]:
     """Deviations from the texts' rows in a fresh context of several sequences, fed together and never rolled back."""
-    found = list[Deviation]()
+    found = list[rows.Deviation]()
     whole = [text.before(len(text.tokens) - 1) for text in texts]
     firsts = [len(text.prompt) - 1 for text in texts]
     with model.new_batch(len(texts), sum(map(len, whole)) + 8 * len(texts)) as batch:

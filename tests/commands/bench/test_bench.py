@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from localspec.backends.placement import Placement
+from localspec.commands.bench.compare import comparison
 from localspec.commands.bench.record import Engine, ModelFile, Record, Settings, Sitting
-from localspec.commands.bench.report import bench_report, comparison, speedup_plot
+from localspec.commands.bench.report import bench_report, speedup_plot
 from localspec.commands.bench.results import Row, analyse, reliability, wilson
 from localspec.commands.bench.runner import DEFAULT, LEAST_TOKENS, QUICK, BenchRequest, BenchRun, affordable_tokens
 from localspec.commands.options import RunOptions
@@ -50,7 +51,7 @@ def answer(question: str, arm: str, speed: float, repeat: int = 0, category: str
 
 def engine(sha256: str = "0" * 64, version: str = "v", ms: float = 100.0) -> Engine:
     models = [ModelFile("target", "m", "m.gguf", 1, sha256, 1)]
-    return Engine("reference", version, "cpu", 1, 64, models, [], {"1": ms}, {}, "now")
+    return Engine("reference", version, "cpu", 1, 64, models, [], {1: ms}, {}, "now")
 
 
 def sitting(**changes: object) -> Sitting:

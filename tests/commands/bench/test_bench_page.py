@@ -38,7 +38,7 @@ def record(hostile: str = "") -> Record:
             samples.append(answer(f"q{i}{hostile}", arm, 10 * gain, category=category, **drafted))
     models = [ModelFile("target", f"target{hostile}", f"t{hostile}.gguf", 1000, "0" * 64, 10),
               ModelFile("model", "draft", "d.gguf", 100, "1" * 64, 10)]  # fmt: skip
-    times = {str(width): 40.0 + 8.0 * width for width in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)}
+    times = {width: 40.0 + 8.0 * width for width in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)}
     engine = Engine("reference", f"v{hostile}", "cpu", 2, 64, models, ["model"], times, {"model": 10.0}, "now")
     settings = replace(SETTINGS, arms=ARMS)
     return run_of(

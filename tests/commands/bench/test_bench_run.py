@@ -181,19 +181,6 @@ def test_the_file_is_what_the_documentation_says_and_is_read_as_it_was_written(m
     assert (len(digests), {len(each) for each in digests}) == (2, {64})
 
 
-def test_a_file_of_before_still_loads(measured: Record, made: Path, tmp_path: Path) -> None:
-    """Fields that are no longer measured are left aside: it can be shown, compared and resumed."""
-    stored = json.loads((made / "run.json").read_text(encoding="utf-8"))
-    for sample in stored["samples"]:
-        sample |= {"clock_mhz": 2000.0, "temperature_c": None, "throttled": False, "joules": 2.5}
-    for sitting in stored["sessions"]:
-        sitting |= {"load_before": 0.5, "others_before": 0.1}
-    path = tmp_path / "before.json"
-    path.write_text(json.dumps(stored | {"schema_version": 1}), encoding="utf-8")
-    assert read_record(path) == measured
-    assert bench("compare", path, made / "run.json")[0] == 0
-
-
 def test_a_run_is_shown_again_in_every_form(made: Path) -> None:
     status, out, errors = bench("show", made / "run.json")
     assert (status, errors, max(map(len, out.splitlines())) <= 80) == (0, "", True)

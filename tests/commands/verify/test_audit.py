@@ -23,11 +23,10 @@ from localspec.backends.llama.model import LlamaContext
 from localspec.backends.reference import ReferenceContext
 from localspec.commands.options import Watch
 from localspec.commands.verify.audit import Audit, AuditOptions
-from localspec.commands.verify.command import report_of
+from localspec.commands.verify.command import QUICK, report_of
 from localspec.commands.verify.drafters import Adversary
-from localspec.commands.verify.law import SUSPICIONS, Bets
+from localspec.commands.verify.law import SUSPICIONS, Bets, DrawnSamples
 from localspec.commands.verify.rows import AuditResult, Deviation, KeptRow, tail_bound
-from localspec.commands.verify.samples import DrawnSamples
 from localspec.commands.verify.several import SeveralFigures, audit_several
 from localspec.report.model import Findings
 from localspec.sampling.sampling import Distribution, Noise, distribution
@@ -100,7 +99,7 @@ def audited(tiny: TinyFiles, backend: str, kind: str = "pair", options: AuditOpt
 
 def audit(llm: LLM, options: AuditOptions = SMALL) -> AuditResult:
     report = llm.run(lambda pair: Audit(llm, pair, options, Watch(lambda what, done: None)).run())
-    json.dumps(report.as_dict(), allow_nan=False)
+    json.dumps(report.as_dict(), allow_nan=False, default=sorted)
     return report
 
 
@@ -613,7 +612,7 @@ Verify = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def verify(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> Verify:
     """Exit status, standard output, standard error."""
-    monkeypatch.setattr("localspec.commands.verify.command.QUICK_DRAWS", 20)
+    monkeypatch.setitem(QUICK, "n_draws", 20)
     options = ["--draft", "ngram", "--draft", tiny.quick.draft, "--backend", "reference", "--quick"]
 
     def call(*arguments: str) -> tuple[int, str, str]:
