@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 # Options that several commands share.
 
 
+_HERE = "on this disk"
+
+
 def models(incomplete: str) -> list[tuple[str, str]]:
     """Names of the catalogue that begin so, with their notes; those on this disk first."""
     from localspec.model_files.catalog import Catalog
 
-    here = models_here(incomplete)
-    names = {name for name, _ in here}
-    rest = [entry for entry in Catalog.load().values() if entry.name.startswith(incomplete)]
-    return here + [(entry.name, entry.note) for entry in rest if entry.name not in names]
+    found = [entry for entry in Catalog.load().values() if entry.name.startswith(incomplete)]
+    found.sort(key=lambda entry: not entry.present)
+    return [(entry.name, "; ".join(filter(None, [_HERE * entry.present, entry.note]))) for entry in found]
 
 
 def models_here(incomplete: str) -> list[tuple[str, str]]:
     """Names of the catalogue that begin so, of models on this disk."""
-    from localspec.model_files.catalog import Catalog
-
-    found = [entry for entry in Catalog.load().values() if entry.name.startswith(incomplete) and entry.present]
-    return [(entry.name, "; ".join(filter(None, ["on this disk", entry.note]))) for entry in found]
+    return [(name, note) for name, note in models(incomplete) if note.startswith(_HERE)]
 
 
 def _drafts(incomplete: str) -> list[tuple[str, str]]:
@@ -76,25 +75,22 @@ BACKEND = Option("auto", metavar="auto|llama-cpp|ik-llama|mlx|reference", help="
 THREADS = Option(None, "--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
 
 
-def _known_think(value: str) -> str:
-    words = ("auto", "on", "off", "low", "medium", "high")  # thinking.THINK, whose imports take their time
-    if value not in words:
-        raise typer.BadParameter(f"must be one of {', '.join(words)}, not {value!r}")
-    return value
+def _one_of(words: str) -> Callable[[str | None], str | None]:
+    """A callback that takes one of these words, or none."""
+
+    def known(value: str | None) -> str | None:
+        if value is not None and value not in words.split("|"):
+            raise typer.BadParameter(f"must be one of {words.replace('|', ', ')}, not {value!r}")
+        return value
+
+    return known
 
 
-def _known_view(value: str | None) -> str | None:
-    from localspec.commands.chat.screen import VIEWS
-
-    if value is not None and value not in VIEWS:
-        raise typer.BadParameter(f"there is no view {value!r}; there are {', '.join(VIEWS)}")
-    return value
-
-
+_THINK, _VIEWS = "auto|on|off|low|medium|high", "tokens|reading|rounds|plain"  # what they are read by imports much
 THINK = Option(
     "auto",
-    metavar="auto|on|off|low|medium|high",
-    callback=_known_think,
+    metavar=_THINK,
+    callback=_one_of(_THINK),
     help="Whether the model thinks before answering, if its chat template supports the choice.",
 )
 THINK_BUDGET = Option(None, min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")
@@ -171,11 +167,7 @@ def _shared(
 
 
 def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> RunOptions:
-    """The shared options as given, checked.
-
-    Raises:
-        UsageError: a value makes no sense.
-    """
+    """The shared options as given, checked; ``UsageError``: a value makes no sense."""
     from dataclasses import fields
 
     from localspec.backends.placement import Placement
@@ -313,11 +305,8 @@ __all__ = ["app", "parse"]
 
 
 def parse(argv: Sequence[str]) -> Run | str:
-    """Read a command line: the command, ready to run, or what is wrong with the line.
-
-    Raises:
-        SystemExit: all that was asked for (``--help``, ``--version``) has been printed.
-    """
+    """Read a command line: the command, ready to run, or what is wrong with the line. ``SystemExit``: all that was
+    asked for (``--help``, ``--version``) has been printed."""
     command = typer.main.get_command(app)
     try:
         result = command.main(list(argv), prog_name="localspec", standalone_mode=False)
@@ -360,8 +349,8 @@ def chat(
     think_budget: int | None = THINK_BUDGET,
     view: str | None = Option(
         None,
-        metavar="tokens|reading|rounds|plain",
-        callback=_known_view,
+        metavar=_VIEWS,
+        callback=_one_of(_VIEWS),
         help="How answers are shown.",
         show_default="tokens",
     ),

@@ -53,25 +53,16 @@ class Setting:
         texts = [_text(self.key, each) for each in (given if isinstance(given, list) else [given])]
         if len(texts) != 1 and not several:
             raise UsageError(f"{self.key} takes one value, not {len(texts)}")
-        raw: Any = texts if several or self.parameter.nargs == -1 else texts[0]
-        if getattr(self.parameter, "is_flag", False):
-            if raw.lower() not in _FLAGS:
-                raise UsageError(f"{self.key} must be true or false, not {raw!r:.60}")
-            raw = _FLAGS[raw.lower()]
         try:
-            value = self.parameter.process_value(self.context, raw)
+            value = self.parameter.process_value(
+                self.context, texts if several or self.parameter.nargs == -1 else texts[0]
+            )
+            check(self.parameter.name, value)
         except Exception as error:  # Typer brings its own copy of click in some releases
-            if not hasattr(error, "format_message"):
+            if not (isinstance(error, UsageError) or hasattr(error, "format_message")):
                 raise
             raise UsageError(f"{self.key}: {' '.join(str(error).split()).rstrip('.')}") from None
-        try:
-            check(self.parameter.name, value)
-        except UsageError as error:
-            raise UsageError(f"{self.key}: {error}") from None
         return list(value) if several else value[0] if isinstance(value, list) else value
-
-
-_FLAGS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
 def _text(key: str, value: Any) -> str:
@@ -170,13 +161,8 @@ def settle(context: Any, given: dict[str, Any], common: Collection[str], check: 
     """Put the file's values into the options of a command that neither the command line nor the environment gives.
 
     What cannot be used is a line on standard error, and the command goes on without it; a server, which nobody may be
-    watching, does not start.
-
-    Returns:
-        What is from the file, by the name of the parameter; the model too, which is not put in.
-
-    Raises:
-        UsageError: a server's settings cannot be used.
+    watching, does not start (``UsageError``). Returns what is from the file, by the name of the parameter; the model
+    too, which is not put in.
     """
     command, lines = _table_of(context), list[str]()
     mine = list(_of_command(context, common))
@@ -212,9 +198,7 @@ def settle(context: Any, given: dict[str, Any], common: Collection[str], check: 
 def write(key: str, value: Any) -> None:
     """Write the value of a key into the file, or remove it (None); the rest stays as it is, comments too.
 
-    Raises:
-        UsageError: the file cannot be read or understood; it stays as it was.
-        LocalspecError: it cannot be written.
+    ``UsageError``: the file cannot be read or understood. ``LocalspecError``: it cannot be written.
     """
     import tomlkit
     from tomlkit.exceptions import TOMLKitError
@@ -237,15 +221,12 @@ def write(key: str, value: Any) -> None:
             del inner[known]
             if table and not inner:
                 del document[table]
-        data = tomlkit.dumps(document).encode()
-        if found_in(_dashed(tomllib.loads(data.decode())), key) != value:
-            raise UsageError(f"{path} cannot be changed; edit it by hand")
-    except (TOMLKitError, tomllib.TOMLDecodeError) as error:
+    except TOMLKitError as error:
         raise UsageError(f"{path} cannot be changed, it is not TOML: {error}") from None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(path, private=True) as file:
-            file.write(data)
+            file.write(tomlkit.dumps(document).encode())
     except OSError as error:
         raise LocalspecError(f"cannot write {path}: {error.strerror or error}") from None
 

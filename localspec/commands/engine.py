@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +10,7 @@ from localspec.backends import native_build
 from localspec.backends.llama import ik_llama
 from localspec.backends.llama.ggml import built_for, native_gain, system_info
 from localspec.backends.native_build import BuildComparison
-from localspec.commands.files import print_columns
+from localspec.commands.files import note, print_columns
 from localspec.controllers.cost_model import PassTimes
 from localspec.engine.loading import nominal_ms
 from localspec.model_files.catalog import Catalog
@@ -37,14 +36,14 @@ def build_command(*, idle: bool, jobs: int | None, force: bool) -> int:
         [entry.path for entry in Catalog.load().values() if entry.present and entry.path.suffix == ".gguf"]
     )
     if native_build.unfinished():
-        _note("going on with the build that was interrupted")
+        note("going on with the build that was interrupted")
     elif not idle:
-        _note("some 8 minutes on two cores")
+        note("some 8 minutes on two cores")
     try:
         with Progress() as progress:
             found, wrong = native_build.build(models, progress.report, jobs=jobs, idle=idle)
     except KeyboardInterrupt:
-        _note("interrupted; what is compiled is kept, and localspec engine build goes on from there")
+        note("interrupted; what is compiled is kept, and localspec engine build goes on from there")
         return 130
     print("the engine compiled for this CPU is used from now on; localspec engine remove undoes it")
     for each in found:
@@ -109,13 +108,6 @@ def _name(which: str) -> str:
 
 def remove_command() -> int:
     freed = native_build.remove()
-    print(
-        f"removed ({size_text(freed)}); the wheel is used again"
-        if freed
-        else "nothing was compiled, so nothing is removed"
-    )
+    removed = f"removed ({size_text(freed)}); the wheel is used again"
+    print(removed if freed else "nothing was compiled, so nothing is removed")
     return 0
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,18 +57,18 @@ def pull_command(names: Sequence[str] = ()) -> int:
     entries = [catalog.find(name) for name in names] or list(catalog.default_pair())
     for name, entry in zip(names, entries, strict=False):
         if name != entry.name:
-            _note(f"{name} is {entry.name} ({size_text(entry.bytes)})")
+            note(f"{name} is {entry.name} ({size_text(entry.bytes)})")
     for entry in entries:
         try:
             print(pull(entry.name), flush=True)
         except KeyboardInterrupt:
-            _note(f"interrupted; what arrived is kept, and localspec pull {entry.name} goes on from there")
+            note(f"interrupted; what arrived is kept, and localspec pull {entry.name} goes on from there")
             return 130
     remarks = {"draft": "its draft model can make answers faster", "heads": "a head was published for it"}
     for kind, remark in remarks.items():
         for name in dict.fromkeys(name for entry in entries for name in getattr(entry, kind)[:1]):
             if not catalog[name].present:
-                _note(f"{remark}: localspec pull {name} ({size_text(catalog[name].bytes)})")
+                note(f"{remark}: localspec pull {name} ({size_text(catalog[name].bytes)})")
     return 0
 
 
@@ -87,10 +88,8 @@ def check_command(names: Sequence[str] = ()) -> int:
             progress.report("asking the hub", i / len(entries))
             try:
                 found = _comparison(entry, check(entry))
-            except Unreachable:
-                raise
             except DownloadError as error:
-                if offline():
+                if offline() or isinstance(error, Unreachable):
                     raise
                 found, good = f"does not hold: {error}", False
             progress.clear()
@@ -113,19 +112,19 @@ def at_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def wants(entries: Sequence[Entry]) -> bool:
-    """Ask whether models that are not on this disk are to be fetched."""
-    return asked(entries) == "yes"
-
-
 def asked(entries: Sequence[Entry], more: str = "", larger: str = "") -> Literal["yes", "no", "larger"]:
-    """The same; ``more`` names what else may be fetched, ``larger`` a model that can be taken instead, by one key."""
+    """Ask whether models that are not on this disk are to be fetched; ``more`` names what else may be, ``larger`` a
+    model that can be taken instead, by one key."""
     names, size = " and ".join(entry.name for entry in entries), sum(entry.bytes for entry in entries)
     one = len(entries) == 1
     minutes = f", {minutes_text(fetch_minutes(size))}"
     what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}{minutes}" if size else "") + more
     if larger:
-        _note(f"l takes {larger}")
+        note(f"l takes {larger}")
+    answers: dict[str, Literal["yes", "no", "larger"]]
+    answers = {"": "yes", "y": "yes", "yes": "yes", "n": "no", "no": "no"}
+    if larger:
+        answers |= {"l": "larger", "larger": "larger"}
     while True:
         keys = "[Y/n/l]" if larger else "[Y/n]"
         print(f"{what}. Fetch {'it' if one else 'them'}? {keys} ", end="", file=sys.stderr, flush=True)
@@ -133,13 +132,8 @@ def asked(entries: Sequence[Entry], more: str = "", larger: str = "") -> Literal
         if not line:
             print(file=sys.stderr)
             return "no"
-        answer = line.strip().lower()
-        if answer in ("", "y", "yes"):
-            return "yes"
-        if answer in ("n", "no"):
-            return "no"
-        if larger and answer in ("l", "larger"):
-            return "larger"
+        if answer := answers.get(line.strip().lower()):
+            return answer
 
 
 def minutes_text(minutes: float) -> str:
@@ -150,15 +144,15 @@ DECLINED_S = 7 * 24 * 3600.0  # how long a draft model that was declined is not 
 
 
 def wants_draft(entries: Sequence[Entry]) -> bool:
-    """``wants`` for draft models; a no is remembered for a week."""
+    """``asked`` for draft models; a no is remembered for a week."""
     store, key = JsonStore(home() / "declined", 1), {"models": " ".join(entry.name for entry in entries)}
     declined = (store.get(key) or {}).get("when")
     if isinstance(declined, int | float) and 0 <= time.time() - declined < DECLINED_S:
         return False
-    if wants(entries):
+    if asked(entries) == "yes":
         return True
     store.put(key, {"when": time.time()})
-    _note(f"not asked again for a week: localspec pull {key['models']} fetches it, deleting {store.folder} asks again")
+    note(f"not asked again for a week: localspec pull {key['models']} fetches it, deleting {store.folder} asks again")
     return False
 
 
@@ -230,14 +224,8 @@ def cache_command(*, clear: bool = False, as_json: bool = False) -> int:
     found = stored_prompts.stored_prompts()
     if as_json:
         rows = [
-            {
-                "path": str(each.path),
-                "model": each.maker.get("name", ""),
-                "engine": each.maker.get("engine", ""),
-                "tokens": len(each.tokens),
-                "bytes": each.n_bytes,
-                "used": each.used,
-            }
+            {"path": str(each.path), "model": each.maker.get("name", ""), "engine": each.maker.get("engine", "")}
+            | {"tokens": len(each.tokens), "bytes": each.n_bytes, "used": each.used}
             for each in found
         ]
         print(json.dumps({"folder": str(stored_prompts.folder()), "prompts": rows}, ensure_ascii=False, indent=2))
@@ -291,7 +279,8 @@ def _described(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
+    """Print a remark to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -317,7 +306,7 @@ class PullProgress(Progress):
 
     def say(self, line: str) -> None:
         self.clear()
-        _note(line)
+        note(line)
 
     def watch(self, what: str, done: int, total: int) -> None:
         """See ``sources.base.Watch``."""
@@ -465,12 +454,9 @@ def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _rate_rows(acceptance: dict[str, Sequence[float]]) -> list[tuple[str, str]]:
     """Acceptance by category and position."""
-    steps, width = max(map(len, acceptance.values()), default=0), max(map(len, acceptance), default=0)
-    rows = [(" " * width + "".join(f"{step:>6}" for step in range(1, steps + 1)))] if steps else []
-    rows += [
-        category.ljust(width) + "".join(f"{rate:>6.2f}" for rate in rates) for category, rates in acceptance.items()
-    ]
-    return [("right at" * (not i), row) for i, row in enumerate(rows)]
+    steps = max(map(len, acceptance.values()), default=0)
+    rows = [[name, *(f"{rate:.2f}" for rate in rates)] for name, rates in acceptance.items()]
+    return _table("right at", [["", *map(str, range(1, steps + 1))], *rows]) if rows else []
 
 
 def _curve_rows(curve: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -479,16 +465,22 @@ def _curve_rows(curve: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
     rates = {name: point["acceptance"][name] for point in curve for name in point["acceptance"]}
     columns = [(name, k) for name in rates for k in range(len(rates[name]) if name == ALL_TEXTS else 1)]
-    widths = [6 if k else max(6, len(name) + 2) for name, k in columns]
-    titles = [f"{k + 1 if k else name:>{width}}" for (name, k), width in zip(columns, widths, strict=True)]
-    rows = [f"{'tokens seen':>12}{'minutes':>9}" + "".join(titles)]
-    step = max(1, -(-len(curve) // _CURVE_ROWS))
-    shown = [*reversed(curve[::-1][::step])]
-    for point in shown:
+    rows = [["tokens seen", "minutes", *(str(k + 1) if k else name for name, k in columns)]]
+    for point in [*reversed(curve[:: -max(1, -(-len(curve) // _CURVE_ROWS))])]:
         found = [point["acceptance"].get(name, ())[k : k + 1] for name, k in columns]
-        cells = [f"{f'{rate[0]:.2f}' if rate else '':>{width}}" for rate, width in zip(found, widths, strict=True)]
-        rows.append(f"{point['tokens_seen']:>12,}{point['minutes']:>9,.0f}{''.join(cells)}")
-    return [("curve" * (not i), row) for i, row in enumerate(rows if shown else [])]
+        cells = [f"{rate[0]:.2f}" if rate else "" for rate in found]
+        rows.append([f"{point['tokens_seen']:,}", f"{point['minutes']:,.0f}", *cells])
+    return _table("curve", rows) if curve else []
+
+
+def _table(label: str, rows: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """Rows under a label, the first column to the left and figures to the right."""
+    first, *widths = (max(map(len, column)) for column in zip_longest(*rows, fillvalue=""))
+    lines: list[tuple[str, str]] = []
+    for name, *cells in rows:
+        figures = (f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=False))
+        lines.append((label * (not lines), name.ljust(first) + "".join(figures)))
+    return lines
 
 
 def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from localspec.errors import ModelFileError, UnknownModel, UsageError, check_tex
 from localspec.model_files.catalog import Catalog
 from localspec.spec_decode.rounds import Round
 from localspec.system.process import on_interrupt
-from localspec.system.terminal import Progress, moves_cursor, read_all, visible
+from localspec.system.terminal import Progress, moves_cursor, read_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,7 +78,7 @@ def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = Fal
 def _print_answer(stream: RoundStream, format: str) -> None:
     out = sys.stdout
     if format == "text":
-        view = TextView(out, visible if out.isatty() else str)
+        view = TextView(out)
         # An echo would put ^C into the answer, or into the line of progress.
         with no_echo() if out.isatty() or moves_cursor(sys.stderr) else nullcontext():
             for round_ in _watched(stream):

@@ -7,13 +7,14 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
@@ -21,6 +22,7 @@ from typing import Any
 
 from localspec.errors import LocalspecError, UsageError, did_you_mean
 from localspec.model_files.catalog import Catalog
+from localspec.system.process import interrupts_left_to_others
 
 SMALL_CONTEXT = 16384
 """Tokens; agents send prompts of several thousand before anything is asked."""
@@ -30,19 +32,12 @@ _ANSWER_S, _STOP_S = 5.0, 20.0
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """How a program is told of a server. ``$url``, ``$model``, ``$key`` and ``$context`` are the server's.
+    """How a program is told of a server. ``$url``, ``$model``, ``$key`` and ``$context`` are the server's."""
 
-    Attributes:
-        install: the command that its makers give for installing it.
-        environment: variables.
-        arguments: arguments before the person's own.
-        alone: arguments if the person gives none.
-    """
-
-    install: str
+    install: str  # the command that its makers give for installing it
     environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: Sequence[str] = ()
-    alone: Sequence[str] = ()
+    arguments: Sequence[str] = ()  # before the person's own
+    alone: Sequence[str] = ()  # if the person gives none
 
 
 _OPENCODE = {
@@ -108,19 +103,16 @@ AGENTS = {
 
 @dataclass(frozen=True, slots=True)
 class ServerChoice:
-    """The server that is wanted: where, and how it is started if it is not there.
+    """The server that is wanted, and how it is started if it is not there."""
 
-    Attributes:
-        port: where to look for one, and to start one; 0 starts one anywhere.
-        api_key: what it asks for; None: nothing.
-        model: which model the agent is to use; None leaves it to the server.
-        options: further options of ``localspec serve``.
-    """
+    port: int  # where to look for one, and to start one; 0 starts one anywhere
+    api_key: str | None = None  # what it asks for; None: nothing
+    model: str | None = None  # which one the agent is to use; None leaves it to the server
+    options: Sequence[str] = ()  # further ones of ``localspec serve``
 
-    port: int
-    api_key: str | None = None
-    model: str | None = None
-    options: Sequence[str] = ()
+    def serve(self, port: int) -> list[str]:
+        """The arguments that start it, for one model."""
+        return ["serve", self.model or Catalog.load().default_pair()[0].name, "--port", str(port), *self.options]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,71 +129,60 @@ def launch_command(name: str, arguments: Sequence[str], choice: ServerChoice, *,
     agent = AGENTS.get(name)
     if agent is None:
         raise UsageError(f"no program {name!r:.40} is known{did_you_mean(name, AGENTS)}; there are {', '.join(AGENTS)}")
-    found = _running(choice)
+    found = _asked(f"http://127.0.0.1:{choice.port}", choice) if choice.port else None
     if only_print:
         if found is None:
-            words = _serve(choice, choice.port)
+            words = choice.serve(choice.port)
             print(f"# no such server is running; first: {shlex.join(['localspec', *words])}")
             found = Found(f"http://127.0.0.1:{choice.port}", Path(words[1]).name.removesuffix(".gguf"))
-        _print(name, agent, arguments, found, choice.api_key)
+        _print(*_settled(name, agent, arguments, found, choice.api_key))
         return 0
     program = shutil.which(name)
     if program is None:
         raise UsageError(f"{name} is not installed; its makers say: {agent.install}")
-    with _ending_in_order():
-        if found is not None:
-            return _run(program, agent, arguments, found, choice.api_key)
-        with _started(choice) as url:
+    # Ctrl-C is the agent's; a request to end lets the server be stopped first.
+    for each in {"SIGTERM", "SIGHUP"} & {*dir(signal)}:
+        signal.signal(getattr(signal, each), lambda number, frame: sys.exit(128 + number))
+    with interrupts_left_to_others(), ExitStack() as stack:
+        if found is None:
+            url = stack.enter_context(_started(choice))
             found = _asked(url, replace(choice, model=None))  # the one that it was started with
             if found is None:
                 raise LocalspecError(f"the server that was started at {url} does not answer")
-            return _run(program, agent, arguments, found, choice.api_key)
+        if found.context is not None and found.context < SMALL_CONTEXT:
+            line = f"the context holds {found.context:,} tokens, and agents begin with several thousand; see --ctx"
+            print(f"localspec: {line}", file=sys.stderr)
+        print(f"localspec: {found.model} at {found.url}", file=sys.stderr, flush=True)
+        environment, command = _settled(program, agent, arguments, found, choice.api_key)
+        with subprocess.Popen(command, env=os.environ | environment) as child:
+            try:
+                return child.wait()
+            finally:
+                child.terminate()  # nothing once it has ended
 
 
-def _run(program: str, agent: Agent, arguments: Sequence[str], found: Found, key: str | None) -> int:
-    if found.context is not None and found.context < SMALL_CONTEXT:
-        line = f"the context holds {found.context:,} tokens, and agents begin with several thousand; see --ctx"
-        print(f"localspec: {line}", file=sys.stderr)
-    print(f"localspec: {found.model} at {found.url}", file=sys.stderr, flush=True)
-    environment, command = _settled(agent, arguments, found, key)
-    with subprocess.Popen([program, *command], env=os.environ | environment) as child:
-        try:
-            return child.wait()
-        finally:
-            if child.poll() is None:
-                child.terminate()
-
-
-def _settled(agent: Agent, arguments: Sequence[str], found: Found, key: str | None) -> tuple[dict[str, str], list[str]]:
-    """Variables and arguments for a server."""
-    facts = {
-        "url": found.url,
-        "model": found.model,
-        "key": key or "none",
-        "context": found.context or 2 * SMALL_CONTEXT,
-    }
+def _settled(
+    program: str, agent: Agent, arguments: Sequence[str], found: Found, key: str | None
+) -> tuple[dict[str, str], list[str]]:
+    """Variables and command line for a server."""
+    context = found.context or 2 * SMALL_CONTEXT
+    facts = {"url": found.url, "model": found.model, "key": key or "none", "context": context}
 
     def filled(text: str) -> str:
         return Template(text).substitute(facts)
 
     environment = {name: filled(value) for name, value in agent.environment.items()}
-    return environment, [*map(filled, agent.arguments), *(arguments or agent.alone)]
+    return environment, [program, *map(filled, agent.arguments), *(arguments or agent.alone)]
 
 
-def _print(name: str, agent: Agent, arguments: Sequence[str], found: Found, key: str | None) -> None:
-    environment, command = _settled(agent, arguments, found, key)
+def _print(environment: Mapping[str, str], command: Sequence[str]) -> None:
     for variable, value in environment.items():
         quoted = value.replace("'", "''")
         print(f"$env:{variable} = '{quoted}'" if sys.platform == "win32" else f"export {variable}={shlex.quote(value)}")
-    print(subprocess.list2cmdline([name, *command]) if sys.platform == "win32" else shlex.join([name, *command]))
+    print(subprocess.list2cmdline(command) if sys.platform == "win32" else shlex.join(command))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
-
-
-def _running(choice: ServerChoice) -> Found | None:
-    """A server of ours that has the model that is wanted."""
-    return _asked(f"http://127.0.0.1:{choice.port}", choice) if choice.port else None
 
 
 def _asked(url: str, choice: ServerChoice) -> Found | None:
@@ -229,16 +210,14 @@ def _asked(url: str, choice: ServerChoice) -> Found | None:
     return Found(url, str(chosen["id"]), context if isinstance(context, int) else None)
 
 
-def _serve(choice: ServerChoice, port: int) -> list[str]:
-    """The arguments that start the server, for one model."""
-    return ["serve", choice.model or Catalog.load().default_pair()[0].name, "--port", str(port), *choice.options]
-
-
 @contextmanager
 def _started(choice: ServerChoice) -> Iterator[str]:
     """A server that is stopped when the block ends; what it says until it answers is shown."""
-    port = 0 if choice.port and _is_taken(choice.port) else choice.port
-    command = [sys.executable, "-m", "localspec", *_serve(choice, port)]
+    with socket.socket() as sock:
+        sock.settimeout(_ANSWER_S)
+        is_taken = choice.port and sock.connect_ex(("127.0.0.1", choice.port)) == 0
+    port = 0 if is_taken else choice.port
+    command = [sys.executable, "-m", "localspec", *choice.serve(port)]
     environment = os.environ | ({"LOCALSPEC_API_KEY": choice.api_key} if choice.api_key is not None else {})
     # In a group of its own: Ctrl-C is for the agent.
     group: dict[str, Any] = {"start_new_session": True}
@@ -274,29 +253,3 @@ def _started(choice: ServerChoice) -> Iterator[str]:
                 server.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 server.kill()
-
-
-def _is_taken(port: int) -> bool:
-    """Whether something else listens there."""
-    import socket
-
-    with socket.socket() as sock:
-        sock.settimeout(_ANSWER_S)
-        return sock.connect_ex(("127.0.0.1", port)) == 0
-
-
-@contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Ctrl-C is left to the agent; a request to end lets the server be stopped first."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = [signal.SIGTERM] + ([signal.SIGHUP] if sys.platform != "win32" else [])
-    before = {number: signal.signal(number, end) for number in numbers}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -250,41 +250,42 @@ def ensure_model(
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
     missing = [entry for entry in named if not entry.present]
     if missing and not offline() and (asks or yes):
-        if asks and not files.wants(missing):
+        if asks and files.asked(missing) == "no":
             raise ModelFileError(f"{missing[0].name} is not on this disk; run: localspec pull {missing[0].name}")
         _fetch(missing[0], missing)
     if model is not None:
         return model
     target, *drafts = Catalog.load().default_pair()
     others = [entry for entry in drafts if not entry.present and (late or "auto" in drafters)]
-    if not target.present:
-        if offline():
-            raise ModelFileError(
-                f"the default model {target.name} is not on this disk and LOCALSPEC_OFFLINE forbids fetching it; "
-                "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
-            )
-        at_once, perhaps = ([target], others) if sparing or late else ([target, *others], [])
+    if target.present:
+        unasked = late or offline() or (sparing and _has_head(target))
+        if others and not unasked and (not asks or files.wants_draft(others)):
+            _fetch(target, others)
+        return target.name
+    if offline():
+        raise ModelFileError(
+            f"the default model {target.name} is not on this disk and LOCALSPEC_OFFLINE forbids fetching it; "
+            "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
+        )
+    at_once, perhaps = ([target], others) if sparing or late else ([target, *others], [])
+    if asks:
         later = size_text(sum(entry.bytes for entry in perhaps))
         more = f" ({later} more for a draft model, if that makes answers faster here)" if perhaps else ""
-        larger = larger_choice(target) if asks and late else None
-        answer = files.asked(at_once, more, larger[1] if larger else "") if asks else "yes"
+        larger = larger_choice(target) if late else None
+        answer = files.asked(at_once, more, larger[1] if larger else "")
         if answer == "no":
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
         if larger and answer == "larger":
             _fetch(larger[0], [larger[0]])
-            print(f"from now on: localspec chat {larger[0].name}", file=sys.stderr, flush=True)
+            files.note(f"from now on: localspec chat {larger[0].name}")
             return larger[0].name
-        _fetch(target, at_once)
-        others = [] if late else perhaps
-        if others and _has_head(target):
-            names, size = " ".join(entry.name for entry in others), sum(entry.bytes for entry in others) / 1e9
-            line = f"a head guesses for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well"
-            print(line, file=sys.stderr, flush=True)
-            others = []
-    elif others and (late or offline() or (sparing and _has_head(target)) or (asks and not files.wants_draft(others))):
-        others = []
-    if others:
-        _fetch(target, others)
+    _fetch(target, at_once)
+    if perhaps and not late:
+        if _has_head(target):
+            names, size = " ".join(entry.name for entry in perhaps), sum(entry.bytes for entry in perhaps) / 1e9
+            files.note(f"a head guesses for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well")
+        else:
+            _fetch(target, perhaps)
     return target.name
 
 
@@ -315,11 +316,11 @@ def _has_head(target: Entry) -> bool:
 def _fetch(target: Entry, missing: Sequence[Entry]) -> None:
     names = " and ".join(entry.name for entry in missing)
     size = sum(entry.bytes for entry in missing) / 1e9
-    print(f"fetching {names} ({size:.1f} GB), once", file=sys.stderr, flush=True)
+    files.note(f"fetching {names} ({size:.1f} GB), once")
     for entry in missing:
         try:
             files.pull(entry.name)
         except DownloadError as error:
             if entry is target:
                 raise
-            print(f"continuing without {entry.name}: {error}", file=sys.stderr, flush=True)
+            files.note(f"continuing without {entry.name}: {error}")

@@ -97,7 +97,7 @@ def test_set_get_unset_list_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_bad_key_or_value_is_not_written() -> None:
     for line, said in {
-        "view oops": "there is no view 'oops'",
+        "view oops": "view: must be one of tokens, reading, rounds, plain",
         "veiw plain": "did you mean view?",
         "port 9000": "did you mean serve.port?",
         "serve.port x": "serve.port: ",
@@ -109,7 +109,7 @@ def test_a_bad_key_or_value_is_not_written() -> None:
         "bench.backend reference,nosuch": "bench.backend: unknown backend",
         "serve.allow-origin here": "--allow-origin must be like",
         "ctx 1 2": "ctx takes one value, not 2",
-        "idle perhaps": "idle must be true or false",
+        "idle perhaps": "idle: ",
         "top-p 7": "top-p: ",
         "draft-length many": "draft-length: ",
         "think maybe": "must be one of",
@@ -191,7 +191,7 @@ BAD_FILES = {
     "ctx = 'many'": "ctx: ",
     "ctx = 1.5": "ctx: ",
     "ctx = true": "ctx: ",
-    "idle = 'perhaps'": "idle must be true or false",
+    "idle = 'perhaps'": "valid boolean",
     "system = {a = 1979-05-27}": "system must be a text",
     "temperature = -1": "temperature: ",
     "[generate]\ntop-k = -3": "generate.top-k: ",

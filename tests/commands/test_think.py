@@ -14,8 +14,8 @@ from localspec import LLM, SamplingParams
 from localspec.commands.chat.chat import Chat
 from localspec.commands.chat.commands import run_command
 from localspec.commands.chat.screen import ChatScreen, TokensView
-from localspec.commands.chat.typesetter import Style
 from localspec.spec_decode.rounds import SpecStats
+from tests.support.emulator import Emulator
 from tests.support.program import assert_one_line, localspec
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak, think_round
 from tests.support.thinkers import write_thinker
@@ -41,14 +41,15 @@ def test_generate_prints_the_answer_and_its_json_has_both(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("folded", [False, True])
 def test_thinking_is_dim_or_folded_away(folded: bool) -> None:
-    view = TokensView(file := io.StringIO(), SpecStats(), colour=True, folded=folded)
+    terminal = Emulator()
+    file, view = terminal.file, TokensView(terminal.chat_screen(folded=folded), SpecStats())
     mark = think_round("</think>")
     view.round(think_round("musing"))
     view.round(replace(mark, spans=[replace(mark.spans[0], part="mark")]))
     view.round(make_round(1, [], "said"))
     view.finish()
     shown = file.getvalue()
-    assert ((Style.THINKING.sgr(True) + "musing") in shown, "thinking, " in shown) == (not folded, folded)
+    assert ("\x1b[2;3mmusing" in shown, "thinking, " in shown) == (not folded, folded)
     assert ("</think>" in shown, "said" in shown) == (False, True)
 
 

@@ -6,6 +6,8 @@ import io
 
 import pyte
 
+from localspec.commands.chat.screen import ChatScreen
+
 
 class Emulator:
     """``written`` is what the last update wrote; ``columns`` and ``rows`` may change while it is used."""
@@ -22,6 +24,12 @@ class Emulator:
     def resize(self, columns: int, rows: int) -> None:
         self.columns, self.rows = columns, rows
         self.screen.resize(rows, columns)
+
+    def chat_screen(self, *, colour: bool = True, folded: bool = False) -> ChatScreen:
+        screen = ChatScreen(self.file)
+        screen.ansi, screen.unicode, screen.colour, screen.folded = True, True, colour, folded
+        screen.size = self.size
+        return screen
 
     def feed(self, text: str) -> None:
         self._stream.feed(text)

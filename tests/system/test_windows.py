@@ -20,7 +20,6 @@ import pytest
 from localspec import __main__ as program
 from localspec.backends.registry import unavailable_reason
 from localspec.backends.trial import survives
-from localspec.commands.chat.commands import split_command
 from localspec.commands.chat.screen import no_echo
 from localspec.server.app import ending_signals
 from localspec.system.files import write_atomically
@@ -166,9 +165,6 @@ def test_a_chat_without_termios_and_the_command_of_its_editor(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "termios", None)
     with no_echo():
         pass
-    command = r'"C:\Program Files\Notepad++\notepad++.exe" -multiInst'
-    assert split_command(command, windows=True) == [r"C:\Program Files\Notepad++\notepad++.exe", "-multiInst"]
-    assert split_command("'my editor' -w", windows=False) == ["my editor", "-w"]
 
 
 LOAD = """

@@ -53,11 +53,7 @@ class AttachedFile:
 
 
 def read_file(path: Path) -> AttachedFile:
-    """Read a file to attach: a text, or the text of a PDF or Word document.
-
-    Raises:
-        UsageError: it cannot be read, has no text, or is too large for any model.
-    """
+    """Read a file to attach, a text, PDF or Word document; ``UsageError``: it has no text, or too much of it."""
     most = documents.MAX_BYTES if documents.is_document(path.name) else MAX_BYTES
     try:
         with path.open("rb") as file:
@@ -108,22 +104,21 @@ MOST = 50  # conversations kept; the one unused for longest goes first
 
 @dataclass(frozen=True, slots=True)
 class KeptChat:
-    """A conversation on disk: its file, when it was last changed (local time), its first question, its answered
-    questions, the name of its model, and the file that was loaded from."""
+    """A conversation on disk."""
 
     path: Path
-    when: str
-    question: str
+    when: str  # it was last changed, local time
+    question: str  # the first
     n_turns: int
     model: str
-    file: Path
+    file: Path  # that the model was loaded from
 
 
 def new_file() -> Path:
     return _folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{os.getpid()}.chat"
 
 
-def stamp(path: Path) -> int | None:
+def _stamp(path: Path) -> int | None:
     """Modification time of a file, by which another chat's writing shows; None without a file."""
     try:
         return path.stat().st_mtime_ns
@@ -131,26 +126,26 @@ def stamp(path: Path) -> int | None:
         return None
 
 
-def make_room() -> None:
-    """Make the folder, and room in it for one more conversation."""
-    folder = _folder()
-    private_folder(folder)
-    for path in _files()[MOST - 1 :]:
-        with suppress(OSError):
-            path.unlink()
+def shown_question(text: str) -> str:
+    """A question in a line, with the names of its files."""
+    return on_one_line(without_files(text))
+
+
+def kept_chat(path: Path) -> KeptChat | None:
+    """The conversation in a file; None if it cannot be read, or nothing was asked."""
+    try:
+        text = saved.read(path, memory=False)[0]
+        questions = [message["content"] for message in text["messages"] if message["role"] == "user"]
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+        first, file = shown_question(questions[0]), Path(text["notes"].get("file", ""))
+        return KeptChat(path, when, first, len(questions), text["model"], file)
+    except (SessionFileError, OSError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def kept_chats() -> Iterator[KeptChat]:
     """The readable ones, latest first."""
-    for path in _files():
-        try:
-            text = saved.read(path, memory=False)[0]
-            questions = [message["content"] for message in text["messages"] if message["role"] == "user"]
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-            first, file = on_one_line(without_files(questions[0])), Path(text["notes"].get("file", ""))
-            yield KeptChat(path, when, first, len(questions), text["model"], file)
-        except (SessionFileError, OSError, LookupError, TypeError, AttributeError):
-            continue
+    return filter(None, map(kept_chat, _files()))
 
 
 def forget_all() -> int:
@@ -188,11 +183,7 @@ Turn: TypeAlias = "tuple[list[Message], AnswerRecord]"  # A question with its an
 
 
 def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
-    """Read a chat: its session, and the records of its answers.
-
-    Raises:
-        SessionFileError: it is missing, damaged, foreign, from a newer version, or no conversation of a chat.
-    """
+    """Read a chat: its session, and the records of its answers; ``SessionFileError``: it is none, or damaged."""
     session = llm.load_session(path, memory=False)
     said = session.messages[session.system is not None :]
     try:
@@ -206,13 +197,6 @@ def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
     except (KeyError, TypeError, ValueError) as error:
         raise SessionFileError(f"{path} is damaged, or not a chat: {error}") from None
     return session, records
-
-
-def first_and_number(path: Path) -> tuple[str, int] | None:
-    """First question and number of questions of a chat in a file; None if it is no chat or has none."""
-    said = saved.messages_in(path) or []
-    asked = [each["content"] for each in said if each.get("role") == "user" and "content" in each]
-    return (str(asked[0]), len(asked)) if asked else None
 
 
 def _is_whole(record: AnswerRecord) -> bool:
@@ -265,13 +249,8 @@ class Chat:
         """Ask, show the answer and keep both. An error is reported; what was said until then is kept.
 
         ``files`` are those in the question: n-grams draft from them. ``instead`` is a turn to replace; it stays if it
-        was whole and the new answer is broken off.
-
-        Returns:
-            Whether an answer came about.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C without a terminal.
+        was whole and the new answer is broken off. Returns whether an answer came about; ``KeyboardInterrupt``: Ctrl-C
+        without a terminal.
         """
         self.last_question, self.last_files = question, files
         stats = SpecStats()
@@ -285,11 +264,11 @@ class Chat:
             stream = self.session.rounds(question, prediction="\n".join(drafts_from) or None, **self.asked)
             try:
                 with no_echo(), stream, on_interrupt(stream.close):
-                    view.wait("reading")
+                    self.screen.wait("reading")
                     for step in stream.steps():
                         if isinstance(step, PromptProgress):
                             if not record.rounds:  # later it is a draft model that reads, below text
-                                view.wait(f"reading {step}")
+                                self.screen.wait(f"reading {step}")
                             continue
                         stats.add(step)
                         record.rounds.append(step.as_event())
@@ -344,11 +323,7 @@ class Chat:
         self.read_ahead()
 
     def save(self, path: Path, *, rounds: bool = True, **notes: Any) -> None:
-        """Write the conversation with its records, without their single rounds if not ``rounds``.
-
-        Raises:
-            SessionFileError: it cannot be written, or the name belongs to something else.
-        """
+        """Write the conversation with its records; ``SessionFileError``: that cannot be, or the file is another's."""
         llm = self.llm
         records = self.records if rounds else [replace(record, rounds=[]) for record in self.records]
         made_by = {"model": llm.model_name, "draft": llm.draft_names, "backend": llm.backend_name}
@@ -360,22 +335,24 @@ class Chat:
     def keep_at(self, path: Path) -> None:
         """From now on keep the conversation, if it is kept, in another file."""
         if self.keep_in is not None:
-            self.keep_in, self._kept_at = path, stamp(path)
+            self.keep_in, self._kept_at = path, _stamp(path)
 
     def keep(self) -> None:
         """Write the conversation to its file, or to a new one if another chat has changed that."""
         if self.keep_in is None:
             return
-        if stamp(self.keep_in) != self._kept_at:
+        if _stamp(self.keep_in) != self._kept_at:
             self.keep_at(new_file())
         try:
             if self.records:
                 if self._kept_at is None:
-                    make_room()
+                    private_folder(_folder())
+                    for path in _files()[MOST - 1 :]:
+                        path.unlink(missing_ok=True)
                 self.save(self.keep_in, rounds=False, file=str(self.llm.model_path.absolute()))
             else:
                 self.keep_in.unlink(missing_ok=True)
-            self._kept_at = stamp(self.keep_in)
+            self._kept_at = _stamp(self.keep_in)
         except (OSError, SessionFileError) as error:
             self.keep_in = None
             self.screen.note(f"note: this conversation is not saved: {line_of(error)}")
@@ -452,49 +429,27 @@ LOOKING = "looking whether a draft model would help"
 LEAVING_S = 5.0  # how long leaving waits for downloads to stop [s]; what arrived is kept
 
 
-class LateDraft:
-    """A thread that brings head and draft model into an LLM loaded with n-grams alone.
+class LateDraft(threading.Thread):
+    """Brings head and draft model into an LLM loaded with n-grams alone; ``missing`` ones are fetched first, where they
+    pay. ``corpora`` draft too."""
 
-    Attributes:
-        status: what it is doing, in a few words; empty when it is done.
-        notes: lines for the person, to be shown when there is room for them.
-
-    Args:
-        llm: loaded with n-grams alone.
-        missing: draft models to fetch first, where they pay.
-        changed: called from the thread when ``status`` changes.
-        corpora: names of corpora that draft too.
-    """
-
-    def __init__(
-        self,
-        llm: LLM,
-        missing: Sequence[Entry],
-        changed: Callable[[], None] = lambda: None,
-        corpora: Sequence[str] = (),
-    ) -> None:
-        self.status = LOOKING if missing else "loading the draft model"
-        self.notes: list[str] = []
-        self.changed = changed
-        self._llm, self._missing = llm, list(missing)
-        self._corpora = corpora
+    def __init__(self, llm: LLM, missing: Sequence[Entry], *, corpora: Sequence[str] = ()) -> None:
+        super().__init__(name="localspec draft", daemon=True)
+        self.status = LOOKING if missing else "loading the draft model"  # in a few words; empty when it is done
+        self.notes: list[str] = []  # for the person, when there is room for them
+        self.changed: Callable[[], None] = lambda: None  # called from the thread when ``status`` changes
+        self._llm, self._missing, self._corpora = llm, missing, corpora
         self._before = llm.draft_names
         self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="localspec draft", daemon=True)
-        self._thread.start()
+        self.start()
 
     def stop(self) -> None:
         self._leaving.set()
-        self._thread.join(LEAVING_S)
+        self.join(LEAVING_S)
 
-    def wait(self, timeout: float) -> bool:
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
-            first = self._llm.run(lambda pair: next(plugin_drafts(pair.target), None)) if self._missing else None
-            if first is not None:
+            if self._missing and self._llm.run(lambda pair: next(plugin_drafts(pair.target), None)) is not None:
                 self._load("the head")
             if not self._missing or self._would_gain():
                 for entry in self._missing:
@@ -516,14 +471,11 @@ class LateDraft:
         gain, times = self._llm.run(lambda pair: (gain_of_size(pair.state, size), pair.times))
         if gain >= LEAST_GAIN:
             return True
-        what, pull = f"The draft model ({size / 1e9:.1f} GB)", f"To get it anyway: localspec pull {names}"
+        why = "would not make answers faster on this machine, so it was not downloaded."
         if times.noisy:
             when = "while other programs used the CPU" if times.others_share >= BUSY else "so far"
-            why = f"was not downloaded: by what was measured {when} it would not help"
-            self.notes.append(f"{what} {why}. The next start looks again. {pull}")
-        else:
-            why = "would not make answers faster on this machine, so it was not downloaded"
-            self.notes.append(f"{what} {why}. {pull}")
+            why = f"was not downloaded: by what was measured {when} it would not help. The next start looks again."
+        self.notes.append(f"The draft model ({size / 1e9:.1f} GB) {why} To get it anyway: localspec pull {names}")
         return False
 
     def _fetch(self, entry: Entry) -> None:
@@ -564,21 +516,21 @@ NONE = "none"  # forgets the project
 
 
 def kept_project() -> Path | None:
-    path = (_store().get(_key()) or {}).get("path")
+    path = (_store().get({"folder": str(Path.cwd())}) or {}).get("path")
     return Path(path) if isinstance(path, str) and path else None
 
 
 def keep_project(path: Path | None) -> None:
     """Keep a project for the current folder; None forgets it."""
-    _store().put(_key(), {"path": "" if path is None else str(path)})
+    _store().put({"folder": str(Path.cwd())}, {"path": "" if path is None else str(path)})
+
+
+def _store() -> JsonStore:
+    return JsonStore(home() / "projects", 1)
 
 
 def named_project(named: str) -> Path | None:
-    """Absolute path of a project; None for ``none``.
-
-    Raises:
-        UsageError: there is no such path.
-    """
+    """Absolute path of a project; None for ``none``. ``UsageError``: there is no such path."""
     if named == NONE:
         return None
     try:
@@ -588,11 +540,7 @@ def named_project(named: str) -> Path | None:
 
 
 def with_project(options: RunOptions, named: str | None) -> RunOptions:
-    """Options of a chat that copies from a project too: ``named`` and kept from now on, or the one kept.
-
-    Raises:
-        UsageError: there is no such path.
-    """
+    """Options of a chat that copies from a project too: ``named`` and kept from now on, or the one kept."""
     if named is not None:
         project = named_project(named)
         keep_project(project)
@@ -601,11 +549,3 @@ def with_project(options: RunOptions, named: str | None) -> RunOptions:
         if project is not None and not (project.exists() and options.drafters()):
             project = None
     return options if project is None else options.with_corpus(str(project))
-
-
-def _store() -> JsonStore:
-    return JsonStore(home() / "projects", 1)
-
-
-def _key() -> dict[str, str]:
-    return {"folder": str(Path.cwd())}

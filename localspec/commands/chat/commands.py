@@ -11,24 +11,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from rich.table import Table
 from rich.text import Text
 
 from localspec.commands import config
 from localspec.commands.chat.chat import (
-    first_and_number,
     forget_all,
     keep_project,
+    kept_chat,
     kept_chats,
     kept_project,
     load,
     named_project,
     new_file,
     read_file,
+    shown_question,
     without_files,
 )
 from localspec.commands.chat.screen import VIEWS, guessing, no_echo
@@ -50,58 +52,32 @@ if TYPE_CHECKING:
     from localspec.engine.request import Reply
 
 
+_Thing = TypeVar("_Thing")
+
 # A message written in the person's own editor.
 
 
 def edit(text: str) -> tuple[str, str | None]:
-    """Let the person edit a text.
-
-    Returns:
-        The text as the editor left it, and, if the editor failed, a line that says so.
-
-    Raises:
-        UsageError: there is no editor, or what it left cannot be read; then the file is kept.
-    """
-    command = _editor()
+    """Let the person edit a text: how the editor left it, and, if that failed, a line that says so. ``UsageError``:
+    there is no editor, or what it left cannot be read."""
+    named = (os.environ.get(variable, "").strip() for variable in ("VISUAL", "EDITOR"))
+    usual = filter(shutil.which, ("editor", "nano", "vim", "vi", "notepad"))
+    command = next(filter(None, (*named, *usual)), None)
+    if command is None:
+        raise UsageError("no editor was found; set EDITOR to its command")
     handle, name = tempfile.mkstemp(prefix="localspec-", suffix=".md")
     path = Path(name)
     with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
-    try:
-        with interrupts_left_to_others():
-            status = subprocess.call([*command, name])
-    except OSError as error:
-        path.unlink()
-        return text, f"cannot run {command[0]}: {error.strerror or error}"
+    with interrupts_left_to_others():
+        quoted = f'"{name}"' if sys.platform == "win32" else shlex.quote(name)
+        status = subprocess.call(f"{command} {quoted}", shell=True)  # the variables hold command lines
     try:
         edited = path.read_text(encoding="utf-8-sig").rstrip("\n")
     except (OSError, ValueError):
-        raise UsageError(f"{command[0]} did not write UTF-8 text; its output is in {path}") from None
+        raise UsageError(f"{command} did not write UTF-8 text; its output is in {path}") from None
     path.unlink()
-    return edited, f"{command[0]} ended with status {status}; the text is as it left it" if status else None
-
-
-def split_command(command: str, *, windows: bool) -> list[str]:
-    """Split a command line; on Windows backslashes are part of paths.
-
-    Raises:
-        ValueError: a quote is never closed.
-    """
-    parts = shlex.split(command, posix=not windows)
-    return [part.strip('"') for part in parts] if windows else parts
-
-
-def _editor() -> list[str]:
-    for variable in ("VISUAL", "EDITOR"):
-        if command := os.environ.get(variable, "").strip():
-            try:
-                return split_command(command, windows=sys.platform == "win32")
-            except ValueError as error:
-                raise UsageError(f"cannot read ${variable}: {error}") from None
-    found = next(filter(shutil.which, ("editor", "nano", "vim", "vi", "notepad")), None)
-    if found is None:
-        raise UsageError("no editor was found; set EDITOR to its command")
-    return [found]
+    return edited, f"{command} ended with status {status}; the text is as it left it" if status else None
 
 
 # Copying to the clipboard: with the platform's tool, or by asking the terminal (OSC 52).
@@ -111,11 +87,7 @@ MAX_OSC_52 = 74_994  # bytes that every terminal takes: xterm's limit of 100,000
 
 
 def copy(text: str, terminal: TextIO | None) -> str:
-    """Put a text on the clipboard, with a tool or by ``terminal``; returns how, in words.
-
-    Raises:
-        UsageError: it cannot be done here.
-    """
+    """Put a text on the clipboard, with a tool or by ``terminal``; returns how, in words. ``UsageError``: it cannot."""
     tool = _tool()
     if tool is not None:
         encoding = "utf-16-le" if tool[0].startswith("clip") else "utf-8"
@@ -157,13 +129,12 @@ def _tool() -> list[str] | None:
 
 def save_to(chat: Chat, argument: str) -> None:
     path = _path(argument, "save")
-    before = first_and_number(path)
-    ours = next((message["content"] for message in chat.session.messages if message["role"] == "user"), None)
-    if before is not None and before[0] != ours:
-        question = clip(on_one_line(without_files(before[0])), 40)
-        raise UsageError(f"{path} holds another conversation ({question}): choose another name")
+    before = kept_chat(path)
+    ours = next((message["content"] for message in chat.session.messages if message["role"] == "user"), "")
+    if before is not None and before.question != shown_question(ours):
+        raise UsageError(f"{path} holds another conversation ({clip(before.question, 40)}): choose another name")
     chat.save(path)
-    turns = "" if before is None else f", in place of what was saved there before ({_turns(before[1])})"
+    turns = "" if before is None else f", in place of what was saved there before ({_turns(before.n_turns)})"
     chat.screen.note(f"saved to {path}{turns}")
 
 
@@ -177,11 +148,7 @@ def load_from(chat: Chat, argument: str) -> None:
 
 
 def go_on_with(chat: Chat, path: Path) -> None:
-    """Make a saved conversation the chat's, and show its last turn.
-
-    Raises:
-        SessionFileError, UsageError: it cannot be read; the chat stays as it was.
-    """
+    """Make a saved conversation the chat's, and show its last turn; on an error the chat stays as it was."""
     session, records = load(chat.llm, path)
     if (view := session.notes.get("view", chat.view)) not in VIEWS:
         raise UsageError(f"{path} is damaged: there is no view {view!r}")
@@ -210,9 +177,7 @@ def sessions(chat: Chat, argument: str) -> None:
     if not kept:
         raise UsageError("no conversation is saved yet")
     if argument:
-        if not (argument.isascii() and argument.isdigit() and 1 <= int(argument) <= len(kept)):
-            raise UsageError(f"/sessions takes a number from 1 to {len(kept)}, or forget")
-        path = kept[int(argument) - 1].path
+        path = _nth(kept, argument, f"/sessions takes a number from 1 to {len(kept)}, or forget").path
         go_on_with(chat, path)
         chat.keep_at(path)
         return
@@ -246,10 +211,9 @@ def copy_answer(chat: Chat, argument: str) -> None:
         found = code_blocks(text)
         if not found:
             raise UsageError("the last answer has no code block; /copy without a number copies all of it")
-        if not (argument.isascii() and argument.isdigit() and 1 <= int(argument) <= len(found)):
-            n_blocks = f"{len(found)} code block{'s' * (len(found) > 1)}"
-            raise UsageError(f"/copy takes a number from 1 to {len(found)}: the last answer has {n_blocks}")
-        text, what = found[int(argument) - 1], f"code block {int(argument)}"
+        n_blocks = f"{len(found)} code block{'s' * (len(found) > 1)}"
+        wrong = f"/copy takes a number from 1 to {len(found)}: the last answer has {n_blocks}"
+        text, what = _nth(found, argument, wrong), f"code block {argument}"
     how = copy(text, chat.screen.file if chat.screen.ansi else None)
     chat.screen.note(f"copied {what} ({len(text):,} characters) {how}")
 
@@ -268,6 +232,13 @@ def edit_message(chat: Chat, argument: str) -> None:
             chat.screen.line(text)
         elif text:
             chat.say(text)
+
+
+def _nth(things: Sequence[_Thing], number: str, wrong: str) -> _Thing:
+    """The nth thing, from 1; ``UsageError``: there is none, in the words of ``wrong``."""
+    if not (number.isascii() and number.isdigit() and 1 <= int(number) <= len(things)):
+        raise UsageError(wrong)
+    return things[int(number) - 1]
 
 
 def _path(argument: str, name: str) -> Path:
@@ -311,11 +282,7 @@ def run_command(chat: Chat, line: str) -> bool:
 
 
 def named(name: str) -> str:
-    """The command of a name, an alias, or an unambiguous beginning of one.
-
-    Raises:
-        UsageError: there is none, or there are several.
-    """
+    """The command of a name, an alias, or the beginning of one; ``UsageError``: there is none, or there are several."""
     if name in COMMANDS or name in ALIASES:
         return ALIASES.get(name, name)
     starting = [each for each in (*COMMANDS, *ALIASES) if name and each.startswith(name)]
@@ -385,40 +352,38 @@ def _stats(chat: Chat, argument: str) -> None:
 
 def _draft(chat: Chat, argument: str) -> None:
     if argument:
-        if chat.late is not None:
-            chat.late.stop()
         try:
-            try:
-                words = shlex.split(argument)
-            except ValueError as error:
-                raise UsageError(f"cannot read {argument!r}: {error}") from None
-            specs = draft_specs([word for word in words if word != ONLY] or "auto")
-            chat.llm.set_draft(specs if ONLY in words else with_free(specs))
-        finally:
-            chat.loaded()
-        chat.show_news()
+            words = shlex.split(argument)
+        except ValueError as error:
+            raise UsageError(f"cannot read {argument!r}: {error}") from None
+        specs = draft_specs([word for word in words if word != ONLY] or "auto")
+        _set_draft(chat, specs if ONLY in words else with_free(specs))
     chat.status = ""
     chat.screen.note(guessing(chat.llm.draft_names))
 
 
+def _set_draft(chat: Chat, specs: Sequence[str]) -> None:
+    """Replace the drafters; what was coming is left out."""
+    if chat.late is not None:
+        chat.late.stop()
+    try:
+        chat.llm.set_draft(specs)
+    finally:
+        chat.loaded()
+    chat.show_news()
+
+
 def _project(chat: Chat, argument: str) -> None:
+    project = kept_project()
     if argument:
-        project = named_project(argument.strip("\"'"))
-        follows = chat.late is not None and bool(chat.late.status)
-        if chat.late is not None:
-            chat.late.stop()
-        try:
-            kept, names = kept_project(), chat.llm.run(lambda pair: pair.draft_specs)
-            if follows:
-                names = ["auto", *filter(is_corpus, names)]
-            added = [] if project is None else [f"{CORPUS}:{project}"]
-            chat.llm.set_draft(list(dict.fromkeys([*(name for name in names if name != f"{CORPUS}:{kept}"), *added])))
-            keep_project(project)
-        finally:
-            chat.loaded()
-        chat.show_news()
-    now = project if argument else kept_project()
-    chat.screen.note(f"project: {now or 'none'}. {guessing(chat.llm.draft_names)}")
+        before, project = project, named_project(argument.strip("\"'"))
+        names = chat.llm.run(lambda pair: pair.draft_specs)
+        if chat.late is not None and chat.late.status:
+            names = ["auto", *filter(is_corpus, names)]
+        added = [] if project is None else [f"{CORPUS}:{project}"]
+        _set_draft(chat, list(dict.fromkeys([*(name for name in names if name != f"{CORPUS}:{before}"), *added])))
+        keep_project(project)
+    chat.screen.note(f"project: {project or 'none'}. {guessing(chat.llm.draft_names)}")
 
 
 def _length(chat: Chat, argument: str) -> None:
@@ -429,42 +394,29 @@ def _length(chat: Chat, argument: str) -> None:
 
 def _set(chat: Chat, argument: str) -> None:
     name, _, value = argument.partition(" ")
-    if value:
-        chat.params = set_parameter(chat.params, name, value)
-    for each in [name] if name else CHAT_SETTINGS:
-        chat.screen.note(f"{each} {_value(getattr(chat.params, _known(each)))}")
-
-
-def _value(value: Any) -> str:
-    return " ".join(map(repr, value)) or "none" if isinstance(value, tuple) else "none" if value is None else str(value)
-
-
-def set_parameter(params: SamplingParams, name: str, value: str) -> SamplingParams:
-    """The parameters with one changed; ``none`` and ``off`` restore its default.
-
-    Raises:
-        UsageError: no such parameter, or not a value for it.
-    """
-    default = getattr(SamplingParams(), _known(name))
-    if value.strip().lower() in ("none", "off"):
-        return replace(params, **{name: default})
-    if name == "stop":
-        text = value.strip("\"'").replace("\\n", "\n").replace("\\t", "\t")
-        return replace(params, stop=(text,))
-    try:
-        number: Any = float(value) if isinstance(default, float) else int(value)
-    except ValueError:
-        kind = "number" if isinstance(default, float) else "whole number"
-        raise UsageError(f"{name} must be a {kind}, not {value!r}") from None
-    return replace(params, **{name: number})
-
-
-def _known(name: str) -> str:
-    if name not in CHAT_SETTINGS:
+    if name and name not in CHAT_SETTINGS:
         near = nearest(name, CHAT_SETTINGS)
-        hint = f"did you mean {near}?" if near else ", ".join(CHAT_SETTINGS)
-        raise UsageError(f"no parameter {name!r}: {hint}")
-    return name
+        raise UsageError(f"no parameter {name!r}: {f'did you mean {near}?' if near else ', '.join(CHAT_SETTINGS)}")
+    if value:
+        chat.params = replace(chat.params, **{name: _parameter(name, value)})
+    for each in [name] if name else CHAT_SETTINGS:
+        shown = getattr(chat.params, each)
+        shown = " ".join(map(repr, shown)) if isinstance(shown, tuple) else shown
+        chat.screen.note(f"{each} {'none' if shown in (None, '') else shown}")
+
+
+def _parameter(name: str, text: str) -> Any:
+    """The value of a parameter; ``none`` and ``off`` are its default. ``UsageError``: not a value for it."""
+    default = getattr(SamplingParams(), name)
+    if text.strip().lower() in ("none", "off"):
+        return default
+    if name == "stop":
+        return (text.strip("\"'").replace("\\n", "\n").replace("\\t", "\t"),)
+    kind, called = (float, "number") if isinstance(default, float) else (int, "whole number")
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{name} must be a {called}, not {text!r}") from None
 
 
 _THINK = (*THINK, "show", "hide")
@@ -489,21 +441,16 @@ def _think(chat: Chat, argument: str) -> None:
     chat.screen.note(f"think: {chat.asked['think']}, {budget} tokens, {shown}")
 
 
-def _usual_system(chat: Chat) -> str | None:
-    """The system prompt of config.toml for all commands, else the model's own."""
-    try:
-        usual = config.read().get("system")
-    except UsageError:
-        usual = None
-    return usual if isinstance(usual, str) else chat.llm.chat_defaults.get("system")
-
-
 def _system(chat: Chat, argument: str) -> None:
     word, kept = argument.lower(), ""
     if argument:
         text = None if word == "default" else "" if word == "none" else argument
         kept = _remembered(chat, "system", text)
-        chat.session.system = _usual_system(chat) if text is None else text
+        if text is None:  # that of config.toml for all commands, else the model's own
+            with suppress(UsageError):
+                text = config.read().get("system")
+            text = text if isinstance(text, str) else chat.llm.chat_defaults.get("system")
+        chat.session.system = text
     chat.screen.note(f"system prompt: {chat.session.system or 'none'}{kept}")
 
 
@@ -521,7 +468,7 @@ def _undo(chat: Chat, argument: str) -> None:
     chat.session.undo()
     chat.records.pop()
     chat.keep()
-    chat.screen.note(f"undone: {clip(on_one_line(without_files(question)), 60)}")
+    chat.screen.note(f"undone: {clip(shown_question(question), 60)}")
 
 
 def _retry(chat: Chat, argument: str) -> None:
@@ -602,27 +549,8 @@ MENTIONED = 0.05  # CPU share of other programs from which it is mentioned
 NOISE = "Nothing was guessed, so both did the same work; the difference is noise."
 
 
-@dataclass(frozen=True, slots=True)
-class _Heat:
-    """One race: both answers."""
-
-    plain: Reply
-    guessed: Reply
-
-    @property
-    def ratio(self) -> float | None:
-        """Speed with guesses over plain; None if nothing was guessed or said."""
-        plain, guessed = self.plain.stats["tokens_per_second"], self.guessed.stats["tokens_per_second"]
-        return guessed / plain if plain and self.guessed.stats["num_draft_tokens"] else None
-
-
 def race(chat: Chat, argument: str = "") -> None:
-    """Race twice, in both orders, if there are guesses; show both answers. The conversation stays as it is.
-
-    Raises:
-        UsageError: nothing was asked yet.
-        LocalspecError: an answer failed.
-    """
+    """Race twice, in both orders, if there are guesses; show both answers. The conversation stays as it is."""
     if not chat.records:
         raise UsageError("there is no question to race yet: ask something first")
     params = chat.params
@@ -631,48 +559,54 @@ def race(chat: Chat, argument: str = "") -> None:
     first = chat.races % 2 == 1
     chat.races += 1
     before = CPUTimes.now()
-    heats: list[_Heat] = []
-    while not heats or (len(heats) == 1 and heats[0].ratio is not None):  # the second in the other order
-        heat = _run(chat, params, first != bool(heats), f"race {len(heats) + 1}, ")
-        if heat is None:
-            chat.screen.note("[race stopped]")
-            return
-        heats.append(heat)
+    races: list[dict[bool, Reply]] = []
+    for order in ((first, not first), (not first, first)):
+        races.append({})
+        for speculate in order:
+            reply = _run(chat, params, speculate, f"race {len(races)}, {_NAMES[speculate]}")
+            if reply.finish_reason == "cancelled":
+                chat.screen.note("[race stopped]")
+                return
+            races[-1][speculate] = reply
+        if _ratio(races[-1]) is None:
+            break
     others = others_share([(before, CPUTimes.now())]) or 0.0
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
     for guesses, name in _NAMES.items():
         table.add_column(f"{name} (ran first)" if guesses == first else name, ratio=1, overflow="fold")
-    replies = heats[0].plain, heats[0].guessed
+    replies = [races[0][guesses] for guesses in _NAMES]
     table.add_row(*map(_figures, replies))
     table.add_row("", "")
     table.add_row(*(Text(visible(reply.text).rstrip()) for reply in replies))
     chat.screen.print(table)
     chat.screen.line()
-    known = [heat for heat in heats if heat.ratio is not None] or heats
-    chat.screen.line(verdict([heat.ratio for heat in heats], known[-1].guessed.stats, others))
+    chat.screen.line(verdict([_ratio(race) for race in races], races[0][True].stats, others))
     chat.screen.line(difference(chat, *replies))
 
 
-def _run(chat: Chat, params: SamplingParams, first: bool, what: str) -> _Heat | None:
-    """Answer the last question both ways; None if stopped."""
-    replies: dict[bool, Reply] = {}
-    for speculate in (first, not first):
-        stream = chat.llm.rounds(chat.session.messages[:-1], params, speculate=speculate, **chat.asked)
-        status, said = SpecStats(), ""
-        with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
-            for step in stream.steps():
-                if isinstance(step, PromptProgress):
-                    progress.report(f"{what}{_NAMES[speculate]}: reading {step}", step.fraction)
-                    continue
-                status.add(step)
-                said = (said + on_one_line(step.text))[-40:]
-                if chat.screen.ansi:
-                    speed = f"{status.completion_tokens} tokens, {status['tokens_per_second']:.1f} tok/s"
-                    progress.report(f"{what}{_NAMES[speculate]}: {speed}  …{said}", None)
-            replies[speculate] = stream.reply
-        if replies[speculate].finish_reason == "cancelled":
-            return None
-    return _Heat(replies[False], replies[True])
+def _run(chat: Chat, params: SamplingParams, speculate: bool, what: str) -> Reply:
+    """Answer the last question; ``what`` says on a terminal what runs."""
+    stream = chat.llm.rounds(chat.session.messages[:-1], params, speculate=speculate, **chat.asked)
+    status, said = SpecStats(), ""
+    with Progress(chat.screen.file) as progress, no_echo(), stream, on_interrupt(stream.close):
+        for step in stream.steps():
+            if isinstance(step, PromptProgress):
+                progress.report(f"{what}: reading {step}", step.fraction)
+                continue
+            status.add(step)
+            said = (said + on_one_line(step.text))[-40:]
+            if chat.screen.ansi:
+                speed = f"{status.completion_tokens} tokens, {status['tokens_per_second']:.1f} tok/s"
+                progress.report(f"{what}: {speed}  …{said}", None)
+        return stream.reply
+
+
+def _ratio(replies: Mapping[bool, Reply]) -> float | None:
+    """Speed with guesses over plain; None if nothing was guessed or said."""
+    plain, guessed = (replies[guesses].stats for guesses in _NAMES)
+    if not (plain["tokens_per_second"] and guessed["num_draft_tokens"]):
+        return None
+    return float(guessed["tokens_per_second"] / plain["tokens_per_second"])
 
 
 def _figures(reply: Reply) -> str:
@@ -681,7 +615,7 @@ def _figures(reply: Reply) -> str:
 
 
 def verdict(ratios: Sequence[float | None], stats: Mapping[str, Any], others: float) -> str:
-    """Outcome of races with these ratios (``_Heat.ratio``), the statistics of the last answer with guesses, and the CPU
+    """Outcome of races with these ratios (``_ratio``), the statistics of an answer with guesses, and the CPU
     share of other programs."""
     if not stats["completion_tokens"]:
         return "There are no tokens to compare."

@@ -52,11 +52,8 @@ class PlainPrompt:
         self._file = file
 
     def ask(self, text: str = "") -> str:
-        """The next message, over several lines while quotes are open or a line ends with a backslash.
-
-        Raises:
-            EOFError: the input has ended.
-        """
+        """The next message, over several lines while quotes are open or a line ends with a backslash; ``EOFError``: the
+        input has ended."""
         lines: list[str] = []
         while True:
             print(". " if lines else "> ", end="", file=self._file, flush=True)
@@ -175,12 +172,8 @@ class LineEditor:
         )
 
     def ask(self, text: str = "") -> str:
-        """The next message; ``text`` stands in the line already.
-
-        Raises:
-            EOFError: Ctrl-D on an empty line.
-            KeyboardInterrupt: Ctrl-C; ``had_text`` tells whether it threw something away.
-        """
+        """The next message; ``text`` stands in the line already. ``EOFError``: Ctrl-D on an empty line;
+        ``KeyboardInterrupt``: Ctrl-C, ``had_text`` tells whether it threw something away."""
         message: Any = [("class:prompt", PROMPT)]
         try:
             line = self._session.prompt(message, default=text)

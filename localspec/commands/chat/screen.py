@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain, repeat
@@ -14,8 +13,7 @@ from typing import Any, TextIO
 
 from localspec.commands.chat.typesetter import (
     MarkdownLines,
-    Painter,
-    Region,
+    Paper,
     Style,
     StyledText,
     Typesetter,
@@ -34,7 +32,6 @@ from localspec.system.terminal import (
     clip,
     moves_cursor,
     on_one_line,
-    terminal_size,
     visible,
     width,
     wrapped,
@@ -63,34 +60,17 @@ def guessing(drafters: Sequence[str], follows: str = "") -> str:
     return f"{who}; {follows}." if follows else f"{who}."
 
 
-class View(ABC):
-    """Shows one answer; ``paper`` is where what is shown may still change."""
+class TokensView:
+    """Text coloured by source; rejected draft tokens in place until the next round; thinking dim, or counted.
 
-    paper: Typesetter | None = None
+    ``drafts``: whether sources and rejected tokens are shown.
+    """
 
-    def wait(self, what: str) -> None:
-        """Say what happens before the first round."""
-        if self.paper is not None:
-            self.paper.tail([(what, Style.NOTE)], "")
-
-    @abstractmethod
-    def round(self, round_: Round) -> None: ...
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Leave the answer and nothing else on the screen."""
-
-
-class TokensView(View):
-    """Text coloured by source; rejected draft tokens in place until the next round; thinking dim, or counted."""
-
-    def __init__(
-        self, file: TextIO, stats: SpecStats, *, colour: bool, drafts: bool = True, folded: bool = False
-    ) -> None:
-        self.paper = self._paper = Typesetter(file, colour=colour)
+    def __init__(self, screen: ChatScreen, stats: SpecStats, *, drafts: bool = True) -> None:
+        self._paper = Typesetter(screen)
         self._stats = stats
         self._drafts = drafts
-        self._folded = folded
+        self._folded = screen.folded
         self._thinks = False
         self._pending: list[StyledText] = []
 
@@ -133,54 +113,38 @@ class TokensView(View):
             yield span.text, token_style(span.kind, span.source) if self._drafts else Style.TARGET
 
 
-class RoundsView(View):
+class RoundsView:
     """A line a round: its draft tokens and their fate; plain rounds in a row share a line with their text."""
 
-    def __init__(self, file: TextIO, stats: SpecStats, *, ansi: bool, colour: bool, unicode: bool) -> None:
-        self._file, self._stats, self._unicode = file, stats, unicode
-        self.paper = Typesetter(file, colour=colour) if ansi else None
+    def __init__(self, screen: ChatScreen, stats: SpecStats) -> None:
+        self._screen, self._stats = screen, stats
         self._plain: list[Round] = []
 
     def round(self, round_: Round) -> None:
+        printed: list[str] = []
         if round_.draft or round_.verdict.kind == "forced":
-            self._settle()
-            self._print(round_parts(round_, unicode=self._unicode))
+            printed = self._plain_rows() + self._rows(round_parts(round_, unicode=self._screen.unicode))
+            self._plain = []
         elif round_.emitted:
             self._plain.append(round_)
-        if self.paper is not None:
-            growing = self._rows(plain_parts(self._plain, unicode=self._unicode)) if self._plain else [[]]
-            self.paper.tail(growing[-1], status_line(self._stats.as_dict()))
+        self._screen.update(printed, self._plain_rows()[-1:] or [""], status_line(self._stats.as_dict()))
 
     def finish(self) -> None:
-        self._settle()
-        if self.paper is not None:
-            self.paper.finish()
+        self._screen.end(self._plain_rows())
 
-    def _settle(self) -> None:
-        if self._plain:
-            self._print(plain_parts(self._plain, unicode=self._unicode))
-            self._plain = []
+    def _plain_rows(self) -> list[str]:
+        return self._rows(plain_parts(self._plain, unicode=self._screen.unicode)) if self._plain else []
 
-    def _rows(self, parts: Sequence[StyledText]) -> list[list[StyledText]]:
-        columns, _ = terminal_size()
-        return rows_of(parts, columns - 1)
-
-    def _print(self, parts: Sequence[StyledText]) -> None:
-        for row in self._rows(parts):
-            for text, style in [*row, ("\n", Style.TARGET)]:
-                if self.paper is not None:
-                    self.paper.write(text, style)
-                else:
-                    self._file.write(text)
-        self._file.flush()
+    def _rows(self, parts: Sequence[StyledText]) -> list[str]:
+        return [self._screen.painted(row) for row in rows_of(parts, self._screen.columns - 1)]
 
 
-class TextView(View):
+class TextView:
     """The text as it comes, for files, pipes and terminals that cannot move the cursor."""
 
-    def __init__(self, file: TextIO, clean: Callable[[str], str] = visible) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._clean = clean
+        self._clean = visible if file.isatty() else str
         self._last = ""
 
     def round(self, round_: Round) -> None:
@@ -274,26 +238,25 @@ def rows_of(parts: Sequence[StyledText], columns: int) -> list[list[StyledText]]
     return rows[:-1] if len(rows[-1]) == 1 and len(rows) > 1 else rows
 
 
-class ChatScreen:
+class ChatScreen(Paper):
     """Standard output and standard error.
 
     ``plain``: standard input is no terminal; only answers go to standard output, without escape sequences.
     """
 
     def __init__(self, file: TextIO | None = None, errors: TextIO | None = None, *, plain: bool = False) -> None:
-        self.file = file or sys.stdout
+        file = file or sys.stdout
         self.errors = errors or sys.stderr
         self.interactive = not plain  # a person types the questions
-        self.terminal = self.file.isatty() and not plain  # a person sees standard output
-        self.ansi = self.terminal and moves_cursor(self.file)  # the cursor can be moved
-        self.colour = self.ansi and not os.environ.get("NO_COLOR")
-        self.paint = Painter(self.ansi, self.colour)
+        self.terminal = file.isatty() and not plain  # a person sees standard output
+        ansi = self.terminal and moves_cursor(file)  # the cursor can be moved
+        super().__init__(file, ansi=ansi, colour=ansi and not os.environ.get("NO_COLOR"))
         self.folded = False  # thinking is left out
         self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
 
     @property
     def columns(self) -> int:
-        return terminal_size()[0]
+        return self.size()[0]
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
@@ -313,9 +276,8 @@ class ChatScreen:
         """Print an error in one line, wrapped on a terminal."""
         self.file.flush()
         line = "localspec: " + " ".join(visible(text).split())
-        paint = Painter(self.ansi and self.errors.isatty(), self.colour)
-        for row in wrapped(line, self.columns) if self.errors.isatty() else [line]:
-            print(paint(row, Style.ERROR), file=self.errors, flush=True)
+        rows = [self.paint(row, Style.ERROR) for row in wrapped(line, self.columns)]
+        print(*rows if self.errors.isatty() else [line], sep="\n", file=self.errors, flush=True)
 
     def question(self, text: str) -> None:
         """Show a question as it was typed, with a mark before each line."""
@@ -378,19 +340,21 @@ class ChatScreen:
             lines = whole(visible(text), self.columns - 1, MarkdownLines(self.colour, self.unicode))
             print(*lines, sep="\n", file=self.file, flush=True)
         else:
-            paper = Typesetter(self.file, colour=self.colour)
+            paper = Typesetter(self)
             paper.write(text)
             paper.finish()
 
     def view(self, name: str, stats: SpecStats) -> View:
         """A new view for an answer."""
         if name == "rounds":
-            return RoundsView(self.file, stats, ansi=self.ansi, colour=self.colour, unicode=self.unicode)
-        if self.ansi and name == "reading":
-            return ReadingView(self.file, stats, colour=self.colour, unicode=self.unicode, folded=self.folded)
-        if self.ansi:
-            return TokensView(self.file, stats, colour=self.colour, drafts=name == "tokens", folded=self.folded)
-        return TextView(self.file, visible if self.file.isatty() else str)
+            return RoundsView(self, stats)
+        if not self.ansi:
+            return TextView(self.file)
+        return ReadingView(self, stats) if name == "reading" else TokensView(self, stats, drafts=name == "tokens")
+
+    def wait(self, what: str) -> None:
+        """Say what happens before an answer's first round, where that can be taken back."""
+        self.update([], [self.paint(what, Style.NOTE)], "")
 
     # -- the keyboard --------------------------------------------------------------------------------------------
 
@@ -485,24 +449,12 @@ def forget_typed() -> None:
 PAUSE = 4.0  # pause after drawing in multiples of its duration: leaves the engine this share of a core
 
 
-class ReadingView(View):
+class ReadingView:
     """Shows an answer as rendered Markdown."""
 
-    def __init__(
-        self,
-        file: TextIO,
-        stats: SpecStats,
-        *,
-        colour: bool,
-        unicode: bool,
-        folded: bool = False,
-        size: Callable[[], tuple[int, int]] = terminal_size,
-    ) -> None:
-        self._stats = stats
-        self._draw = MarkdownLines(colour, unicode)
-        self._paint = Painter(ansi=True, colour=colour)
-        self._region = Region(file, self._paint, size)
-        self._folded = folded
+    def __init__(self, screen: ChatScreen, stats: SpecStats) -> None:
+        self._screen, self._stats = screen, stats
+        self._draw = MarkdownLines(screen.colour, screen.unicode)
         self._thought = ""  # what is not printed of it
         self._thinks = False
         self._text = ""  # from the open block on
@@ -511,31 +463,28 @@ class ReadingView(View):
         self._between = False  # whether an empty line comes before it
         self._next = 0.0
 
-    def wait(self, what: str) -> None:
-        self._region.update([], [self._paint(what, Style.NOTE)], "")
-
     def round(self, round_: Round) -> None:
-        self._thought += "" if self._folded else visible(round_.thinking)
+        self._thought += "" if self._screen.folded else visible(round_.thinking)
         self._thinks = any(token.thinking for token in round_.emitted[-1:])
         self._text += visible(round_.text)
         now = time.monotonic()
         if now < self._next or round_.finish_reason:
             return
-        self._region.update(*self._drawn(), status_line(self._stats.as_dict()))
+        self._screen.update(*self._drawn(), status_line(self._stats.as_dict()))
         self._next = now + (1 + PAUSE) * (time.monotonic() - now)
 
     def finish(self) -> None:
-        columns, _ = self._region.size()
+        columns, _ = self._screen.size()
         lines = self._thoughts(columns, end=True)
         for block in blocks(self._text):
             lines += self._complete(block, columns)
-        self._region.end(lines)
+        self._screen.end(lines)
 
     # -- what there is to see ------------------------------------------------------------------------------------
 
     def _drawn(self) -> tuple[list[str], list[str]]:
         """Lines to print for good, and those of the region."""
-        columns, height = self._region.size()
+        columns, height = self._screen.size()
         printed = self._thoughts(columns, end=bool(self._text.strip()))
         # Only by whole lines can it be told what the next token cannot change: "2" may become an item of a list.
         end = self._text.rfind("\n") + 1
@@ -553,8 +502,8 @@ class ReadingView(View):
 
     def _changing(self, columns: int) -> list[str]:
         lines = self._dim(self._thought.rstrip("\n"), columns)
-        if self._folded and self._thinks:
-            lines.append(self._paint(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE))
+        if self._screen.folded and self._thinks:
+            lines.append(self._screen.paint(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE))
         for i, block in enumerate(blocks(self._text)):  # several where the last line is not whole
             between = self._between if i == 0 and not self._n_printed else i > 0
             lines += [""] * between
@@ -572,7 +521,7 @@ class ReadingView(View):
 
     def _dim(self, text: str, columns: int) -> list[str]:
         text = text if self._between else text.lstrip("\n")
-        return [self._paint(line, Style.THINKING) for line in self._draw.prose(text, columns - 1)]
+        return [self._screen.paint(line, Style.THINKING) for line in self._draw.prose(text, columns - 1)]
 
     def _complete(self, block: str, columns: int) -> list[str]:
         """Lines of a block that are not printed yet; the next block begins."""
@@ -587,3 +536,6 @@ class ReadingView(View):
         lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, end))
         self._n_printed = end or 0
         return lines
+
+
+View = TokensView | RoundsView | TextView | ReadingView

@@ -1,7 +1,4 @@
-"""Sets an answer for a terminal while it comes: styles, wrapping, Markdown.
-
-What may still change (the open row, rejected draft tokens, the status line) is a region at the end that is drawn anew.
-"""
+"""Sets an answer for a terminal while it comes: styles, wrapping, Markdown."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from rich.color import ColorSystem
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown, TableElement
 from rich.segment import Segment
+from rich.style import Style as RichStyle
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -34,42 +32,25 @@ from localspec.system.terminal import char_width, clip, on_one_line, terminal_si
 
 
 class Style(Enum):
-    """A kind of text: (attributes, colour) as SGR parameters."""
+    """A kind of text, and the style of rich that it has."""
 
-    TARGET = ("", "")
+    TARGET = ""
     """The target's own tokens."""
-    MODEL = ("1", "32")
+    MODEL = "bold green"
     """Accepted tokens of a draft model."""
-    NGRAM = ("4", "36")
+    NGRAM = "underline cyan"
     """Accepted draft tokens that n-grams copied from the text."""
-    CORPUS = ("3;4", "33")
+    CORPUS = "italic underline yellow"
     """Accepted tokens copied from the user's files."""
-    STATES = ("1;4", "35")
+    STATES = "bold underline magenta"
     """Accepted tokens of a head or of the target's first layers."""
-    REJECTED = ("9", "91")
+    REJECTED = "strike bright_red"
     """Struck through, in a red readable on dark and light."""
-    NOTE = ("2", "")
-    THINKING = ("2;3", "")
-    HEAD = ("1", "")
-    ERROR = ("", "31")
-    PROMPT = ("1", "34")
-
-    def sgr(self, colour: bool) -> str:
-        attributes, hue = self.value
-        codes = ";".join(code for code in (attributes, hue if colour else "") if code)
-        return f"\x1b[{codes}m" if codes else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Painter:
-    """Puts texts in a style, as far as escape sequences and colours are allowed."""
-
-    ansi: bool
-    colour: bool
-
-    def __call__(self, text: str, style: Style) -> str:
-        start = style.sgr(self.colour) if self.ansi else ""
-        return f"{start}{text}\x1b[0m" if start else text
+    NOTE = "dim"
+    THINKING = "dim italic"
+    HEAD = "bold"
+    ERROR = "red"
+    PROMPT = "bold blue"
 
 
 def token_style(kind: TokenKind, source: str) -> Style:
@@ -88,19 +69,32 @@ _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """In the region, a line that comes out wider than counted (joined emoji) must not become two."""
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The end of an answer, with the status line below. Lines that stay are printed above it.
+class Paper:
+    """A file that answers are set on, in styles as far as it takes them.
 
-    The cursor rests at its first cell, so an update is one write and nothing above moves. ``size`` is asked at every
-    update, as windows change.
+    What may still change is a region at the end that is drawn anew: lines that stay are printed above it, the status
+    line is below. The cursor rests at its first cell, so an update is one write and nothing above moves. ``size`` is
+    asked at every update, as windows change. Where the cursor cannot be moved (``ansi``) there are lines that stay.
     """
 
-    file: TextIO
-    paint: Painter
-    size: Callable[[], tuple[int, int]]
+    def __init__(
+        self, file: TextIO, *, ansi: bool, colour: bool, size: Callable[[], tuple[int, int]] = terminal_size
+    ) -> None:
+        self.file, self.ansi, self.colour, self.size = file, ansi, colour, size
+
+    def paint(self, text: str, style: Style) -> str:
+        look = RichStyle.parse(style.value)
+        look = look if self.colour else look.without_color
+        return look.render(text, color_system=ColorSystem.STANDARD) if self.ansi else text
+
+    def painted(self, row: Iterable[StyledText]) -> str:
+        runs = groupby(row, key=lambda each: each[1])
+        return "".join(self.paint("".join(text for text, _ in run), style) for style, run in runs)
 
     def update(self, printed: Sequence[str], rows: Sequence[str], status: str) -> None:
+        if not self.ansi:
+            self._write("".join(f"{line}\n" for line in printed))
+            return
         columns, height = self.size()
         out = [_HIDE_CURSOR, *(f"{_ERASE_LINE}{line}\r\n" for line in printed)]
         low = height < MIN_LINES
@@ -108,13 +102,18 @@ class Region:
         out += [_NO_WRAP, "\r\n".join(f"{_ERASE_LINE}{row}" for row in shown), _ERASE_BELOW, _WRAP, "\r"]
         if len(shown) > 1:
             out.append(f"\x1b[{len(shown) - 1}A")
-        self.file.write("".join(out))
-        self.file.flush()
+        self._write("".join(out))
 
     def end(self, printed: Sequence[str]) -> None:
-        """Print the last lines in its place."""
+        """Print the last lines in place of the region."""
+        if not self.ansi:
+            self.update(printed, [], "")
+            return
         lines = "".join(f"{_ERASE_LINE}{line}\r\n" for line in printed)
-        self.file.write(f"{lines}{_ERASE_BELOW}{_SHOW_CURSOR}")
+        self._write(f"{lines}{_ERASE_BELOW}{_SHOW_CURSOR}")
+
+    def _write(self, text: str) -> None:
+        self.file.write(text)
         self.file.flush()
 
 
@@ -125,10 +124,8 @@ class Typesetter:
     so that they can be copied.
     """
 
-    def __init__(
-        self, file: TextIO, *, colour: bool = True, size: Callable[[], tuple[int, int]] = terminal_size
-    ) -> None:
-        self._region = Region(file, Painter(ansi=True, colour=colour), size)
+    def __init__(self, paper: Paper) -> None:
+        self._paper = paper
         self._open: list[StyledText] = []  # characters that are not printed for good
         self._column = 0  # cells from the beginning of the line
         self._goes_on = False  # whether rows of the open line are printed
@@ -143,7 +140,7 @@ class Typesetter:
 
     def tail(self, segments: Iterable[StyledText], status: str) -> None:
         """Show the text, segments after it and a status line below, until the next update."""
-        columns, height = self._region.size()
+        columns, height = self._paper.size()
         printed = self._complete(columns)
         shown = list(self._open)
         room = TAIL_LINES * columns - _last_column(shown, columns) - 1
@@ -156,13 +153,13 @@ class Typesetter:
             if _cells([*rows[-1], each]) > columns:
                 rows.append([])
             rows[-1].append(each)
-        self._region.update(printed, [self._painted(row, columns) for row in rows[-max(1, height - 2) :]], status)
+        self._paper.update(printed, [self._painted(row, columns) for row in rows[-max(1, height - 2) :]], status)
 
     def finish(self) -> None:
         """Print all text and end the last line."""
-        columns, _ = self._region.size()
+        columns, _ = self._paper.size()
         printed = self._complete(columns)
-        self._region.end([*printed, self._painted(self._open, columns)] if self._open else printed)
+        self._paper.end([*printed, self._painted(self._open, columns)] if self._open else printed)
         self._open = []
 
     def _complete(self, columns: int) -> list[str]:
@@ -190,9 +187,8 @@ class Typesetter:
         return [self._painted(row, columns) for row in done]
 
     def _painted(self, row: Sequence[StyledText], columns: int) -> str:
-        runs = [("".join(char for char, _ in run), style) for style, run in groupby(row, key=lambda each: each[1])]
         rest = _ERASE_LINE if _cells(row) > columns and _last_column(row, columns) < columns else ""
-        return "".join(self._region.paint(text, style) for text, style in runs) + rest
+        return self._paper.painted(row) + rest
 
 
 def _cells(row: Iterable[StyledText]) -> int:

@@ -9,14 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table as Grid
-from rich.text import Text
+from typing import Any, TextIO
 
 from localspec.backends.llama.ggml import engine_log
 from localspec.commands.options import ensure_model
@@ -26,13 +19,12 @@ from localspec.heads.file import heads_folder
 from localspec.heads.training.distill import Distilled, distill
 from localspec.heads.training.run_folder import Effort, Recipe, RunProgress
 from localspec.model_files.sources.base import size_text
-from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table
-from localspec.report.model import Text as Paragraph
+from localspec.report.model import Facts, Figure, KeyFigure, KeyFigures, Part, Report, Table, Text
 from localspec.report.renderers import STREAM, Screen, checked_output, html, write_output
 from localspec.report.svg import Axis, Drawing, Point, Series, chart
 from localspec.system.machine import lower_priority
 from localspec.system.process import on_interrupt
-from localspec.system.terminal import moves_cursor, on_one_line
+from localspec.system.terminal import Progress, on_one_line
 
 # What came of a run, as a report: what the head is worth, how it learned, how it was made.
 
@@ -73,21 +65,21 @@ def finished_report(model: str, made: Distilled) -> Report:
 def _worth_parts(made: Distilled) -> list[Part]:
     worth = made.worth
     if worth is None:
-        return [Paragraph(f"What it is worth could not be measured; it lies in {made.path}.", "note")]
+        return [Text(f"What it is worth could not be measured; it lies in {made.path}.", "note")]
     interval = "" if worth.interval is None else f" (95 %: {worth.interval[0]:.2f} to {worth.interval[1]:.2f})"
     verdict, more = "kept: --draft auto uses it", list[Part]()
     if made.kept is None:
         why = "the difference is within the noise" if worth.is_unclear else "it does not pay here"
         verdict = f"not kept, as {why}; more --minutes may change that"
         where = f"It lies in {made.path}. --draft head:{made.path} uses it all the same, and"
-        more = [Paragraph(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note")]
+        more = [Text(f"{where} --draft auto finds it if it is copied to {heads_folder()}.", "note")]
     speeds = (
         f"{worth.head:.1f} tokens per second with the head, {worth.without:.1f} without it, {worth.plain:.1f} plain"
     )
     text = f"{speeds}: ×{worth.gain:.2f} in the median{interval}; {verdict}"
     figure = KeyFigure("with the head", f"×{worth.gain:.2f}", text, "ok" if made.kept else "note")
     how = f"{worth.n_questions} questions that nothing was trained on, greedy, in turns; without the head: "
-    return [KeyFigures([figure]), *more, Paragraph(how + ", ".join(worth.drafters), "muted")]
+    return [KeyFigures([figure]), *more, Text(how + ", ".join(worth.drafters), "muted")]
 
 
 def curve_parts(curve: Sequence[CurvePoint]) -> list[Part]:
@@ -125,68 +117,37 @@ def _acceptance_table(acceptance: Rates) -> Table:
     )
 
 
-# How a run comes along: a few lines that are drawn again on a terminal; elsewhere a line a minute.
+# How a run comes along: a line that is redrawn on a terminal, else one a minute; each test's figures stay.
 
-REDRAWN_SECONDS = 0.25
 LINE_SECONDS = 60.0  # between two lines where the output is no terminal
 
-_BARS = " ▁▂▃▄▅▆▇█"
-_STEPS_BESIDE = 4
 
-
-class RunDisplay:
-    """Shows a run's progress on ``file``, standard error by default."""
+class RunDisplay(Progress):
+    """Shows a run's progress."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        self._file = file or sys.stderr
-        self._live: Live | None = None
-        if moves_cursor(self._file):
-            console = Console(file=self._file, highlight=False, markup=False, emoji=False)
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._drawn = 0.0
-        self._phase = ""
-        self._n_points = 0
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Remove what is drawn; nothing is drawn after it."""
-        if self._live is not None:
-            self._live.stop()
+        super().__init__(file)
+        self._phase, self._n_points, self._said_at = "", 0, 0.0
 
     def say(self, line: str) -> None:
         """Print a remark that stays."""
-        if self._live is not None and self._live.is_started:
-            self._live.console.print(Text(on_one_line(line)), soft_wrap=True)
-        else:
-            print(on_one_line(line), file=self._file, flush=True)
+        self.clear()
+        print(on_one_line(line), file=self._file, flush=True)
 
     def show(self, standing: RunProgress) -> None:
-        """Draw progress, no more often than it can be read."""
-        now, new = time.monotonic(), standing.phase != self._phase
-        if self._live is not None:
-            if new or now - self._drawn > REDRAWN_SECONDS:
-                self._drawn, self._phase = now, standing.phase
-                self._live.update(_drawing(standing, self._live.console.width), refresh=True)
-            return
-        tested = len(standing.curve) > self._n_points
-        if standing.phase == "loading" and not new:
-            return
-        if new or tested or now - self._drawn > LINE_SECONDS:
-            self._drawn, self._phase, self._n_points = now, standing.phase, len(standing.curve)
-            parts = [_doing(standing), _counts(standing), _left(standing)]
-            if tested:
-                rates = standing.curve[-1].acceptance.get(ALL_TEXTS, ())
-                parts.append("right at " + " ".join(f"{rate:.2f}" for rate in rates))
-            print("; ".join(part for part in parts if part), file=self._file, flush=True)
+        new, tested = standing.phase != self._phase, len(standing.curve) > self._n_points
+        self._phase, self._n_points = standing.phase, len(standing.curve)
+        parts = [_doing(standing), _left(standing), _counts(standing)]
+        if tested:
+            rates = standing.curve[-1].acceptance.get(ALL_TEXTS, ())
+            parts.append("right at " + " ".join(f"{rate:.2f}" for rate in rates))
+        line = "; ".join(filter(None, parts))
+        due = standing.phase != "loading" and time.monotonic() - self._said_at > LINE_SECONDS
+        if tested or (not self.live and (new or due)):
+            self._said_at = time.monotonic()
+            self.say(line)
+        elif self.live:
+            self.report(line, standing.fraction or 0.0)
 
 
 def _doing(standing: RunProgress) -> str:
@@ -194,6 +155,13 @@ def _doing(standing: RunProgress) -> str:
         return "waiting: a chat or server answers on this machine"
     rate = f", {standing.rate:,.0f} tokens a second" if standing.rate else ""
     return (standing.text or standing.phase) + rate
+
+
+def _left(standing: RunProgress) -> str:
+    if standing.seconds_left is None:
+        return ""
+    minutes = standing.seconds_left / 60
+    return f"{minutes:.0f} min left" if minutes >= 1.5 else f"{standing.seconds_left:.0f} s left"
 
 
 def _counts(standing: RunProgress) -> str:
@@ -204,47 +172,13 @@ def _counts(standing: RunProgress) -> str:
     return f"{standing.n_answers:,} texts of {standing.n_places:,} tokens{size}{seen}"
 
 
-def _left(standing: RunProgress) -> str:
-    if standing.seconds_left is None:
-        return ""
-    minutes = standing.seconds_left / 60
-    return f"{minutes:.0f} min left" if minutes >= 1.5 else f"{standing.seconds_left:.0f} s left"
-
-
-def _drawing(standing: RunProgress, columns: int) -> Group:
-    bar, said = Grid.grid(padding=(0, 1)), " · ".join(part for part in (_left(standing), _doing(standing)) if part)
-    bar.add_row(
-        ProgressBar(total=1.0, completed=standing.fraction or 0.0, width=min(30, columns // 3)),
-        Text(said, overflow="ellipsis", no_wrap=True),
-    )
-    lines = [Text(_counts(standing), style="dim", no_wrap=True, overflow="ellipsis")]
-    # The share of places at which the first n guesses were right, test by test, for n = 1, 2, …
-    tests = [point.acceptance[ALL_TEXTS] for point in standing.curve if ALL_TEXTS in point.acceptance]
-    for step, rates in enumerate(list(zip(*tests, strict=False))[:_STEPS_BESIDE]):
-        name = f"{step + 1} in a row right" if step else "next token right"
-        lines.append(Text(f"{name} {rates[-1]:.2f} {sparkline(rates, max(8, columns - 30))}", no_wrap=True))
-    return Group(bar, *lines)
-
-
-def sparkline(rates: Sequence[float], columns: int) -> str:
-    """Shares from 0 to 1 as bars of characters; the last ones where there are more than columns."""
-    return "".join(_BARS[round(max(0.0, min(1.0, rate)) * (len(_BARS) - 1))] for rate in rates[-columns:])
-
-
 INTERRUPTED = 130
 COMMAND = "localspec distill"
 
 
 def distill_command(model: str | None, html_file: str | None, *, verbose: bool, **training: Any) -> int:
-    """Train, print, write. Ctrl-C, or a request to end, stops it; it can be resumed.
-
-    The exit status is also 0 where the head turned out not to pay here.
-
-    Args:
-        model: as it was named; None is the default pair's.
-        html_file: where the page goes.
-        training: arguments of ``localspec.distill``.
-    """
+    """Train, print, write. Ctrl-C, or a request to end, stops it; it can be resumed. The exit status is also 0 where
+    the head turned out not to pay here. ``training``: arguments of ``localspec.distill``."""
     _check(model, html_file, training)
     may_replace = training["force"] or training["resume"]
     page = None if html_file is None else checked_output(html_file, force=may_replace)

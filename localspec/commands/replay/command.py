@@ -87,16 +87,18 @@ class _Engine(_Stored):
     draft: list[OneLine] = []
     backend: OneLine = ""
 
-    @property
-    def engine(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _Engine.model_fields}
+
+_ENGINE = {*_Engine.model_fields}
 
 
-class _Reply(_Engine):
-    text: str
-    token_ids: Any
+class _End(_Stored):
     finish_reason: FinishReason
     stats: dict[str, Any] = {}
+
+
+class _Reply(_Engine, _End):
+    text: str
+    token_ids: Any
 
 
 class _Message(_Stored):
@@ -104,10 +106,8 @@ class _Message(_Stored):
     content: str
 
 
-class _Record(_Stored):
+class _Record(_End):
     rounds: list[_Round]
-    finish_reason: FinishReason
-    stats: dict[str, Any] = {}
 
 
 class _Notes(_Engine):
@@ -154,6 +154,12 @@ class Recording:
     damage: str = ""
 
 
+def _answer(rounds: Iterable[_Round], text: str | None, stats: Mapping[str, Any], **more: Any) -> Answer:
+    """An answer of those rounds that have anything to show; ``text`` is None where the recording ends before it."""
+    shown = [each.shown() for each in rounds if each.draft or each.emitted]
+    return Answer(shown, _settle(shown, text), stats=_stats(shown, stats), **more)
+
+
 def read(data: bytes) -> Recording:
     """Read ``generate --format events``, also several runs, or a chat from ``/save``.
 
@@ -175,7 +181,7 @@ def _read_events(data: bytes) -> Recording:
     # PowerShell 5 writes `command > file` in UTF-16. Bytes that are no text become U+FFFD, which a string can hold.
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     answers: list[Answer] = []
-    rounds: list[dict[str, Any]] = []
+    rounds: list[_Round] = []
     damage = ""
     lines = data.decode(encoding, "replace").split("\n")
     for number, line in enumerate(lines, 1):
@@ -183,27 +189,24 @@ def _read_events(data: bytes) -> Recording:
             continue
         try:
             value = parse_json(line)
-        except ValueError as error:
-            if not (rounds or answers):
-                raise RecordingError(f"{FOREIGN}: it {error}") from None
-            damage = f"line {number} is damaged" if number < len(lines) else f"it ends in the middle of line {number}"
-            break
-        try:
-            if isinstance(value, dict) and "type" not in value and {"text", "token_ids"} <= value.keys():
+            kind = value.get("type", "reply") if isinstance(value, dict) else None
+            if kind == "reply" and {"text", "token_ids"} <= value.keys():
                 reply = _Reply.model_validate(value)
-                text, stats = _settle(rounds, reply.text), _stats(rounds, reply.stats)
-                answers.append(Answer(rounds, text, reply.finish_reason, stats=stats, **reply.engine))
+                more = reply.model_dump(include={"finish_reason", *_ENGINE})
+                answers.append(_answer(rounds, reply.text, reply.stats, **more))
                 rounds = []
-            elif not (isinstance(value, dict) and value.get("type") == "prompt"):
-                rounds += _happened([_Round.model_validate(value)])
-        except ValidationError as error:
+            elif kind != "prompt":
+                rounds.append(_Round.model_validate(value))
+        except ValueError as error:  # pydantic's are too
+            why = first_problem(error) if isinstance(error, ValidationError) else f"it {error}"
             if not (rounds or answers):
-                raise RecordingError(f"{FOREIGN}: {first_problem(error)}") from None
-            damage = f"line {number} is damaged: {first_problem(error)}"
+                raise RecordingError(f"{FOREIGN}: {why}") from None
+            is_cut = number == len(lines) and not isinstance(error, ValidationError)
+            damage = f"it ends in the middle of line {number}" if is_cut else f"line {number} is damaged: {why}"
             break
     if rounds:
         damage = damage or "it ends before the answer does"
-        answers.append(Answer(rounds, text=_settle(rounds, None), stats=_stats(rounds, {})))
+        answers.append(_answer(rounds, None, {}))
     return Recording(answers, damage)
 
 
@@ -211,30 +214,16 @@ def _chat(text: Mapping[str, Any]) -> Recording:
     try:
         chat, answers = _Chat.model_validate(text), []
         system = chat.messages.pop(0).content if chat.messages and chat.messages[0].role == "system" else ""
-        engine = {"model": chat.model} | {name: value for name, value in chat.notes.engine.items() if value}
+        known = {"model": chat.model, "system": visible(system) or None}
+        known |= chat.notes.model_dump(include=_ENGINE, exclude_defaults=True)
         for question, answer, record in zip(chat.messages[::2], chat.messages[1::2], chat.notes.answers, strict=False):
-            rounds = _happened(record.rounds)
-            answers.append(
-                Answer(
-                    rounds,
-                    text=_settle(rounds, answer.content),
-                    finish_reason=record.finish_reason,
-                    prompt=visible(question.content),
-                    system=visible(system) if system else None,
-                    stats=_stats(rounds, record.stats),
-                    **engine,
-                )
-            )
+            known |= {"prompt": visible(question.content), "finish_reason": record.finish_reason}
+            answers.append(_answer(record.rounds, answer.content, record.stats, **known))
     except ValidationError as error:
         raise RecordingError(f"it is a saved chat, but damaged: {first_problem(error)}") from None
     if not answers:
         raise RecordingError("it is a saved conversation without the rounds of an answer")
     return Recording(answers)
-
-
-def _happened(rounds: Iterable[_Round]) -> list[dict[str, Any]]:
-    """Those that have anything to show."""
-    return [each.shown() for each in rounds if each.draft or each.emitted]
 
 
 def _settle(rounds: Sequence[Mapping[str, Any]], text: str | None) -> str:
@@ -274,10 +263,7 @@ def _stats(rounds: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> dic
     }
     figures |= dict.fromkeys(_UNCOUNTED)
     stated = _FIGURES.validate_python({name: given[name] for name in figures if given.get(name) is not None})
-    figures |= stated
-    if not figures["num_draft_tokens"]:  # plain decoding: older recordings compare it with an estimate of itself
-        figures["estimated_plain_tokens_per_second"] = figures["estimated_speedup"] = None
-    return figures
+    return figures | stated
 
 
 # The page: one HTML file without outside resources. The untrusted recording is in it as JSON with every ``<`` escaped;

@@ -63,7 +63,8 @@ def names(tiny: TinyFiles, *heads: str) -> list[str]:
 
 
 def finished(late: LateDraft) -> LateDraft:
-    assert (late.wait(SOON), late.status) == (True, "")
+    late.join(SOON)
+    assert (late.is_alive(), late.status) == (False, "")
     return late
 
 
@@ -77,7 +78,8 @@ def test_what_is_asked_goes_first_and_then_it_joins(llm: LLM, tiny: TinyFiles) -
     llm.inspect().worker.queue.put(Job(hold, lambda item: None))
     assert entered.wait(SOON)
     changes: list[str] = []
-    late = LateDraft(llm, [], lambda: changes.append("changed"))
+    late = LateDraft(llm, [])
+    late.changed = lambda: changes.append("changed")
     stream = llm.rounds("x", GREEDY)
     go_on.set()
     assert len(stream.reply.token_ids) == 8

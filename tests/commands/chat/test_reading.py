@@ -56,10 +56,10 @@ class Terminal(Emulator):
     def __init__(self, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch, **look: bool) -> None:
         monkeypatch.setattr(screen_module, "PAUSE", -1.0)
         super().__init__(columns, rows)
-        look = {"colour": True, "unicode": True} | look
         self.stats = SpecStats()
-        self.view = ReadingView(self.file, self.stats, size=self.size, **look)
-        self.view.wait("reading")
+        shown_on = self.chat_screen(**look)
+        self.view = ReadingView(shown_on, self.stats)
+        shown_on.wait("reading")
         self.update()
 
     def say(self, text: str) -> list[str]:

@@ -25,7 +25,7 @@ class Paper(Emulator):
 
     def __init__(self, columns: int = 80, rows: int = 24) -> None:
         super().__init__(columns, rows)
-        self.setter = Typesetter(self.file, size=self.size)
+        self.setter = Typesetter(self.chat_screen())
 
 
 def stream(setter: Typesetter, text: str, seed: int) -> None:
@@ -66,7 +66,8 @@ def test_wide_characters_in_code_on_a_real_terminal(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(text + "\n")
     script = (
         "import sys; from tests.commands.chat import test_typesetter as t\n"
-        "t.stream(t.Typesetter(sys.stdout), open(sys.argv[1]).read().rstrip('\\n'), 3)"
+        "from localspec.commands.chat.screen import ChatScreen\n"
+        "t.stream(t.Typesetter(ChatScreen()), open(sys.argv[1]).read().rstrip('\\n'), 3)"
     )
     screens = []
     for i, program in enumerate(([sys.executable, "-c", script], ["cat"])):
@@ -138,13 +139,14 @@ def test_control_characters_never_reach_the_terminal() -> None:
 def test_every_source_has_its_own_colour_and_its_own_attribute() -> None:
     kinds = (Style.TARGET, Style.MODEL, Style.NGRAM, Style.REJECTED)
     for colour in (True, False):
-        assert len({style.sgr(colour) for style in kinds}) == len(kinds)
-    assert not any(code in style.sgr(colour=False) for style in Style for code in ("31", "32", "34", "36"))
+        paint = Emulator().chat_screen(colour=colour).paint
+        assert len({paint("x", style) for style in kinds}) == len(kinds)
+        assert colour or not any(code in paint("x", style) for style in Style for code in ("31", "32", "34", "36"))
 
 
 def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_apart() -> None:
     terminal = Emulator()
-    view, cells = TokensView(terminal.file, SpecStats(), colour=True), terminal.screen.buffer[0]
+    view, cells = TokensView(terminal.chat_screen(), SpecStats()), terminal.screen.buffer[0]
     view.round(make_round(0, [("one ", "model", True), ("two ", "model", False)], "three "))
     assert terminal.text().startswith("one two three")
     assert (cells[4].strikethrough, cells[0].bold) == (True, True)
@@ -155,7 +157,7 @@ def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_ap
     view.finish()
     assert terminal.text() == "one three four five!"
     terminal = Emulator()
-    view = TokensView(terminal.file, SpecStats(), colour=True)
+    view = TokensView(terminal.chat_screen(), SpecStats())
     round_ = make_round(0, [("one ", "model", True), ("two", "model", False), ("2", "model", False)], "three ")
     round_.draft = Draft(list(round_.draft), [-1, 0, 0])
     view.round(round_)

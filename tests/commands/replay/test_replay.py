@@ -177,7 +177,11 @@ def test_what_is_no_recording_is_refused(data: bytes, reason: str) -> None:
 def test_a_saved_chat_that_is_none_is_refused(tmp_path: Path) -> None:
     for turns, notes, reason in (
         ([], {}, "without the rounds of an answer"),
-        ([("q", "a", AnswerRecord())], {"answers": [{"rounds": 3}]}, "damaged: rounds of 0 of answers of notes: "),
+        (
+            [("q", "a", AnswerRecord())],
+            {"answers": [{"finish_reason": "stop", "rounds": 3}]},
+            "damaged: rounds of 0 of",
+        ),
         ([("q", "a", AnswerRecord("odd"))], {}, "damaged: finish_reason of 0 of answers of notes: "),
     ):
         path = write_chat(tmp_path / "a.chat", *turns, **notes)
