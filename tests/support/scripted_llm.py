@@ -181,8 +181,8 @@ def reverse(items: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    from localspec.commands.chat.chat import Chat
-    from localspec.commands.chat.command import _answer_lines, _converse
+    from localspec.commands.chat.chat import Chat, header
+    from localspec.commands.chat.command import answer_lines, converse
     from localspec.commands.chat.screen import ChatScreen
 
     pace = float(sys.argv[1]) if len(sys.argv) > 1 else 0.1
@@ -190,4 +190,6 @@ if __name__ == "__main__":
     gate = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     llm: Any = ScriptedLLM([speak(DEMO), speak(DEMO, "ngram")], pace, gate)
     chat = Chat(llm, ChatScreen(plain=plain), params=SamplingParams())
-    sys.exit(_answer_lines(chat) if plain else _converse(chat))
+    if not plain:
+        header(chat)
+    sys.exit(answer_lines(chat) if plain else converse(chat))

@@ -403,22 +403,20 @@ class Chat:
         return f"{coming}{who}/help"
 
 
-def header(llm: LLM, screen: ChatScreen, follows: str = "") -> int:
-    """Say what was loaded, which drafters guess and what their text looks like; ``follows`` is ``LateDraft.status``.
-
-    Returns how many of the LLM's warnings it showed: a draft model that is loaded meanwhile may add some."""
+def header(chat: Chat) -> None:
+    """Say what was loaded, which drafters guess and what their text looks like."""
+    llm, screen, follows = chat.llm, chat.screen, chat.late.status if chat.late is not None else ""
     memory = f" · {process_bytes() / 1e9:.1f} GB" if process_bytes() >= 5e7 else ""  # weights included
     screen.line(f"{llm.model_name} · {llm.backend_name} · context {llm.n_ctx}{memory}", Style.HEAD)
     screen.note(f"context: {llm.context_info()['reason']}")
     screen.line(guessing(llm.draft_names, follows))
-    if legend := screen.legend(llm.draft_names, follows):
-        print(legend, file=screen.file)
+    screen.legend(llm.draft_names, follows)
     offer = llm.run(lambda pair: compiled_offer_once(pair.target, pair.state.times))
     warnings = list(llm.warnings)
+    chat.n_told = len(warnings)  # a draft model that is loaded meanwhile may add some
     for warning in [*warnings, *base_model_notes(llm), *filter(None, [offer])]:
         screen.note(f"note: {warning}")
     screen.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-    return len(warnings)
 
 
 # A chat begins with the target and n-grams alone; head and draft model are loaded between requests. A missing draft

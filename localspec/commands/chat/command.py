@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from localspec.commands.chat.chat import (
     Chat,
@@ -25,14 +23,7 @@ from localspec.model_files.catalog import Catalog, Entry
 from localspec.system.terminal import Progress, decode
 
 
-def chat_command(
-    options: RunOptions,
-    project: str | None,
-    *,
-    view: str | None = None,
-    resume: bool = False,
-    keep: bool = True,
-) -> int:
+def chat_command(options: RunOptions, project: str | None, *, view: str | None, resume: bool, keep: bool) -> int:
     """Chat until the person leaves or the input ends; returns the exit status.
 
     Args:
@@ -67,17 +58,19 @@ def chat_command(
             chat.loaded, chat.remembers = progress.clear, interactive
             chat.asked = options.asked
             chat.keep_in = new_file() if keep and (interactive or resume) else None
-            begin = partial(_resume, chat, options, latest) if resume else None
             progress.clear()
-            if not interactive:
-                return _answer_lines(chat, begin)
-            notes = []
-            if "system" in options.from_file:
-                notes.append(f"system prompt, as remembered: {options.system or 'none'}")
             if missing is not None and (missing or may_be_drafted_for(llm)):
                 chat.late = LateDraft(llm, missing, corpora=options.corpora())
             try:
-                return _converse(chat, begin, notes)
+                if interactive:
+                    header(chat)
+                    if "system" in options.from_file:
+                        screen.note(f"note: system prompt, as remembered: {options.system or 'none'}")
+                if latest is not None:
+                    _resume(chat, options, latest)
+                elif resume:
+                    screen.note("note: no saved conversation yet; starting a new one")
+                return converse(chat) if interactive else answer_lines(chat)
             finally:
                 if chat.late is not None:
                     chat.late.stop()
@@ -93,11 +86,8 @@ def _model_of(kept: KeptChat, usual: str | None) -> str | None:
     return str(kept.file) if kept.file.is_file() else usual
 
 
-def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
-    """Continue the latest kept conversation; the command line's options go before what was kept."""
-    if latest is None:
-        chat.screen.note("note: no saved conversation yet; starting a new one")
-        return
+def _resume(chat: Chat, options: RunOptions, latest: KeptChat) -> None:
+    """Continue a kept conversation; the command line's options go before what was kept."""
     go_on_with(chat, latest.path)
     chat.keep_at(latest.path)
     named = {name: value for name, value in options.sampling.items() if name not in options.from_file}
@@ -108,14 +98,13 @@ def _resume(chat: Chat, options: RunOptions, latest: KeptChat | None) -> None:
         chat.llm.draft_length = options.length()
 
 
-def _answer_lines(chat: Chat, begin: Callable[[], None] | None = None) -> int:
+def answer_lines(chat: Chat) -> int:
     """Each line of standard input is a turn or a command."""
-    if begin is not None:
-        begin()
     for warning in [*chat.llm.warnings, *base_model_notes(chat.llm)]:
         chat.screen.note(f"note: {warning}")
     good = True
-    for line in _lines():
+    for number, data in enumerate(sys.stdin.buffer if sys.stdin is not None else (), 1):
+        line = decode(data, f"line {number} of standard input").rstrip("\r\n")
         if is_command(line):
             good = run_command(chat, line) and good
         elif line.strip():
@@ -125,27 +114,24 @@ def _answer_lines(chat: Chat, begin: Callable[[], None] | None = None) -> int:
     return 0 if good else 1
 
 
-def _lines() -> Iterator[str]:
-    if sys.stdin is None:
-        return
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        yield decode(line, f"line {number} of standard input").rstrip("\r\n")
-
-
-def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequence[str] = ()) -> int:
-    ask = _asker(chat)
-    chat.n_told = header(chat.llm, chat.screen, chat.late.status if chat.late is not None else "")
-    for note in notes:
-        chat.screen.note(f"note: {note}")
-    if begin is not None:
-        begin()
+def converse(chat: Chat) -> int:
+    """Ask a person for lines, in the best way that there is here, until they leave."""
+    screen = chat.screen
+    prompt: PlainPrompt | LineEditor = LineEditor(chat) if screen.ansi else PlainPrompt(screen.errors)
+    if chat.late is not None:
+        chat.late.changed = prompt.redraw
     chat.read_ahead()
     while not chat.leaving:
         chat.show_news()
         try:
-            line = ask()
+            text, chat.prepared = chat.prepared, ""
+            line = prompt.ask(text)
         except EOFError:
             break
+        except KeyboardInterrupt:
+            if not prompt.had_text:
+                screen.note("Ctrl-D or /quit leaves; /help lists the commands")
+            continue
         try:
             if line.startswith("/") or line.rstrip() in LEAVING:
                 run_command(chat, line.rstrip())
@@ -153,26 +139,5 @@ def _converse(chat: Chat, begin: Callable[[], None] | None = None, notes: Sequen
                 chat.say(line.strip())
         except KeyboardInterrupt:  # in a command, or twice during an answer
             chat.loaded()
-            chat.screen.note("[stopped]")
+            screen.note("[stopped]")
     return 0
-
-
-def _asker(chat: Chat) -> Callable[[], str]:
-    """The best way here to ask for a line; raises ``EOFError`` when the person leaves."""
-    screen = chat.screen
-    prompt: PlainPrompt | LineEditor = PlainPrompt(screen.errors)
-    if screen.ansi:
-        prompt = LineEditor(chat)
-        if chat.late is not None:
-            chat.late.changed = prompt.redraw
-
-    def ask() -> str:
-        while True:
-            try:
-                text, chat.prepared = chat.prepared, ""
-                return prompt.ask(text)
-            except KeyboardInterrupt:
-                if not prompt.had_text:
-                    screen.note("Ctrl-D or /quit leaves; /help lists the commands")
-
-    return ask

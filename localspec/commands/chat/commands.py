@@ -315,8 +315,7 @@ def _help(chat: Chat, argument: str) -> None:
         return
     chat.screen.line('Alt-Enter, a backslash at the end, or """ around all of them: several lines.')
     chat.screen.line("Tab completes, Ctrl-R searches what was typed before.")
-    if legend := chat.screen.legend(chat.llm.draft_names):
-        print(legend, file=chat.screen.file)
+    chat.screen.legend(chat.llm.draft_names)
     chat.screen.line("/help guessing: how answers are guessed, and what it gains")
 
 
@@ -377,8 +376,11 @@ def _project(chat: Chat, argument: str) -> None:
     project = kept_project()
     if argument:
         before, project = project, named_project(argument.strip("\"'"))
+        follows = chat.late is not None and chat.late.status
+        if chat.late is not None:
+            chat.late.stop()
         names = chat.llm.run(lambda pair: pair.draft_specs)
-        if chat.late is not None and chat.late.status:
+        if follows:
             names = ["auto", *filter(is_corpus, names)]
         added = [] if project is None else [f"{CORPUS}:{project}"]
         _set_draft(chat, list(dict.fromkeys([*(name for name in names if name != f"{CORPUS}:{before}"), *added])))
@@ -578,7 +580,7 @@ def race(chat: Chat, argument: str = "") -> None:
     table.add_row(*map(_figures, replies))
     table.add_row("", "")
     table.add_row(*(Text(visible(reply.text).rstrip()) for reply in replies))
-    chat.screen.print(table)
+    chat.screen.console(chat.screen.columns if chat.screen.terminal else 80).print(table)
     chat.screen.line()
     chat.screen.line(verdict([_ratio(race) for race in races], races[0][True].stats, others))
     chat.screen.line(difference(chat, *replies))

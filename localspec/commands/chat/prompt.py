@@ -51,6 +51,9 @@ class PlainPrompt:
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
+    def redraw(self) -> None:
+        pass
+
     def ask(self, text: str = "") -> str:
         """The next message, over several lines while quotes are open or a line ends with a backslash; ``EOFError``: the
         input has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from itertools import chain, repeat
 from typing import Any, TextIO
 
 from localspec.commands.chat.typesetter import (
-    MarkdownLines,
     Paper,
     Style,
     StyledText,
@@ -21,21 +19,12 @@ from localspec.commands.chat.typesetter import (
     code_blocks,
     open_code,
     token_style,
-    whole,
 )
 from localspec.commands.options import called, joined
 from localspec.heads import FROM_STATES
 from localspec.spec_decode.drafters.names import CORPUS, NGRAM
 from localspec.spec_decode.rounds import Round, Span, SpecStats
-from localspec.system.terminal import (
-    char_width,
-    clip,
-    moves_cursor,
-    on_one_line,
-    visible,
-    width,
-    wrapped,
-)
+from localspec.system.terminal import clip, moves_cursor, on_one_line, visible, wrapped
 
 
 def status_line(stats: Mapping[str, Any]) -> str:
@@ -113,6 +102,9 @@ class TokensView:
             yield span.text, token_style(span.kind, span.source) if self._drafts else Style.TARGET
 
 
+INDENT = 6  # cells before further rows of a round
+
+
 class RoundsView:
     """A line a round: its draft tokens and their fate; plain rounds in a row share a line with their text."""
 
@@ -136,7 +128,7 @@ class RoundsView:
         return self._rows(plain_parts(self._plain, unicode=self._screen.unicode)) if self._plain else []
 
     def _rows(self, parts: Sequence[StyledText]) -> list[str]:
-        return [self._screen.painted(row) for row in rows_of(parts, self._screen.columns - 1)]
+        return self._screen.rows(parts, indent=INDENT)
 
 
 class TextView:
@@ -210,32 +202,7 @@ def plain_parts(rounds: Sequence[Round], *, unicode: bool = True) -> list[Styled
     n_tokens = sum(len(round_.emitted) for round_ in rounds)
     text = "".join(token.text for round_ in rounds for token in round_.emitted)
     numbers = f"{rounds[0].index + 1:4d}-{rounds[-1].index + 1} plain, {n_tokens} tokens"
-    return [(f"{numbers}  ", Style.NOTE), (on_one_line(text).replace("↵", "↵\n"), Style.TARGET)]
-
-
-INDENT = 6  # cells before further rows of a round
-
-
-def rows_of(parts: Sequence[StyledText], columns: int) -> list[list[StyledText]]:
-    """Parts in rows of ``columns`` cells, broken at newlines and between words; all but the first indented."""
-    rows: list[list[StyledText]] = [[]]
-    used = 0
-
-    def begin() -> int:
-        rows.append([(" " * INDENT, Style.TARGET)])
-        return INDENT
-
-    for text, style in parts:
-        for word in re.findall(r"[^ \n]*(?:\n| +|$)", text):
-            if used > INDENT and used + width(word.rstrip()) > columns:
-                used = begin()
-            for char in word:
-                if char == "\n" or used + char_width(char) > columns:
-                    used = begin()
-                if char != "\n":
-                    rows[-1].append((char, style))
-                    used += char_width(char)
-    return rows[:-1] if len(rows[-1]) == 1 and len(rows) > 1 else rows
+    return [(f"{numbers}  ", Style.NOTE), (on_one_line(text).replace("↵", "↵\n").rstrip("\n"), Style.TARGET)]
 
 
 class ChatScreen(Paper):
@@ -252,11 +219,6 @@ class ChatScreen(Paper):
         ansi = self.terminal and moves_cursor(file)  # the cursor can be moved
         super().__init__(file, ansi=ansi, colour=ansi and not os.environ.get("NO_COLOR"))
         self.folded = False  # thinking is left out
-        self.unicode = (self.file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
-
-    @property
-    def columns(self) -> int:
-        return self.size()[0]
 
     # -- lines ---------------------------------------------------------------------------------------------------
 
@@ -286,29 +248,14 @@ class ChatScreen(Paper):
             print(self.paint(first[: len(mark)], Style.PROMPT) + first[len(mark) :], *rest, sep="\n", file=self.file)
         self.file.flush()
 
-    def print(self, renderable: Any) -> None:
-        """Print a renderable of rich."""
-        from rich.console import Console
-
-        console = Console(
-            file=self.file,
-            width=self.columns if self.terminal else 80,
-            force_terminal=self.ansi,
-            no_color=not self.colour,
-            highlight=False,
-            markup=False,
-            emoji=False,
-            safe_box=not self.unicode,
-        )
-        console.print(renderable)
-
-    def legend(self, drafters: Sequence[str], follows: str = "") -> str:
-        """What text styles mean here; empty if nothing is guessed."""
+    def legend(self, drafters: Sequence[str], follows: str = "") -> None:
+        """Say what text styles mean here; nothing if nothing is guessed."""
         kinds = {name.partition(":")[0] for name in drafters}
         if not (kinds or follows):
-            return ""
+            return
         if not self.ansi:
-            return "guesses are shown by /view rounds; this terminal cannot take text back"
+            print("guesses are shown by /view rounds; this terminal cannot take text back", file=self.file)
+            return
         models = kinds - {NGRAM, CORPUS, *FROM_STATES}
         looks = [
             ("guessed by draft model", Style.MODEL, bool(follows or models)),
@@ -318,17 +265,15 @@ class ChatScreen(Paper):
             ("wrong guess", Style.REJECTED, True),
             ("the model's own", Style.TARGET, True),
         ]
-        rows, used = [""], 0
+        row: list[StyledText] = []
         for text, style, is_in_use in looks:
-            if not is_in_use:
-                continue
-            gap = " · " if used else ""
-            if used and used + len(gap) + len(text) > self.columns:
-                rows.append("")
-                gap, used = "", 0
-            rows[-1] += gap + self.paint(text, style)
-            used += len(gap) + len(text)
-        return "\n".join(rows)
+            if is_in_use:
+                each = [(" · ", Style.TARGET), (text, style)] if row else [(text, style)]
+                if row and sum(len(part) for part, _ in row + each) > self.columns:
+                    print(self.painted(row), file=self.file)
+                    row, each = [], each[1:]
+                row += each
+        print(self.painted(row), file=self.file)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -337,8 +282,7 @@ class ChatScreen(Paper):
         if not self.ansi:
             self.line(text)
         elif view == "reading":
-            lines = whole(visible(text), self.columns - 1, MarkdownLines(self.colour, self.unicode))
-            print(*lines, sep="\n", file=self.file, flush=True)
+            print(*self.whole(visible(text)), sep="\n", file=self.file, flush=True)
         else:
             paper = Typesetter(self)
             paper.write(text)
@@ -454,7 +398,6 @@ class ReadingView:
 
     def __init__(self, screen: ChatScreen, stats: SpecStats) -> None:
         self._screen, self._stats = screen, stats
-        self._draw = MarkdownLines(screen.colour, screen.unicode)
         self._thought = ""  # what is not printed of it
         self._thinks = False
         self._text = ""  # from the open block on
@@ -474,66 +417,65 @@ class ReadingView:
         self._next = now + (1 + PAUSE) * (time.monotonic() - now)
 
     def finish(self) -> None:
-        columns, _ = self._screen.size()
-        lines = self._thoughts(columns, end=True)
+        lines = self._thoughts(end=True)
         for block in blocks(self._text):
-            lines += self._complete(block, columns)
+            lines += self._complete(block)
         self._screen.end(lines)
 
     # -- what there is to see ------------------------------------------------------------------------------------
 
     def _drawn(self) -> tuple[list[str], list[str]]:
         """Lines to print for good, and those of the region."""
-        columns, height = self._screen.size()
-        printed = self._thoughts(columns, end=bool(self._text.strip()))
+        _, height = self._screen.size()
+        printed = self._thoughts(end=bool(self._text.strip()))
         # Only by whole lines can it be told what the next token cannot change: "2" may become an item of a list.
         end = self._text.rfind("\n") + 1
         *complete, last = blocks(self._text[:end]) or [""]
         for block in complete:
-            printed += self._complete(block, columns)
+            printed += self._complete(block)
         self._text = last + self._text[end:]
         room = max(height - 2, 0)  # without the status, and what is printed for good above it
-        region = self._changing(columns)
+        region = self._changing()
         n_lines = open_code(last) if len(region) > room else None
         if n_lines is not None and n_lines - room // 2 > self._n_printed:
-            printed += self._part(last, columns, n_lines - room // 2)
-            region = self._changing(columns)
+            printed += self._part(last, n_lines - room // 2)
+            region = self._changing()
         return printed, region[max(len(region) - room, 0) :]
 
-    def _changing(self, columns: int) -> list[str]:
-        lines = self._dim(self._thought.rstrip("\n"), columns)
+    def _changing(self) -> list[str]:
+        lines = self._dim(self._thought.rstrip("\n"))
         if self._screen.folded and self._thinks:
             lines.append(self._screen.paint(f"thinking, {self._stats.thinking_tokens} tokens …", Style.NOTE))
         for i, block in enumerate(blocks(self._text)):  # several where the last line is not whole
             between = self._between if i == 0 and not self._n_printed else i > 0
             lines += [""] * between
-            lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed if i == 0 else 0, None))
+            lines += self._screen.markdown(block, self._n_code, (self._n_printed if i == 0 else 0, None))
         return lines
 
-    def _thoughts(self, columns: int, *, end: bool) -> list[str]:
+    def _thoughts(self, *, end: bool) -> list[str]:
         """Complete lines of thinking, or all at its end, to be printed for good."""
         text = self._thought.rstrip("\n")  # there may be more after the newlines, or the answer
         n_whole = len(text) if end else text.rfind("\n") + 1
-        lines = self._dim(text[:n_whole].removesuffix("\n"), columns)
+        lines = self._dim(text[:n_whole].removesuffix("\n"))
         self._thought = self._thought[n_whole:] * (not end)
         self._between = self._between or bool(lines)
         return lines
 
-    def _dim(self, text: str, columns: int) -> list[str]:
+    def _dim(self, text: str) -> list[str]:
         text = text if self._between else text.lstrip("\n")
-        return [self._screen.paint(line, Style.THINKING) for line in self._draw.prose(text, columns - 1)]
+        return self._screen.rows([(text, Style.THINKING)]) if text else []
 
-    def _complete(self, block: str, columns: int) -> list[str]:
+    def _complete(self, block: str) -> list[str]:
         """Lines of a block that are not printed yet; the next block begins."""
-        lines = self._part(block, columns, None)
+        lines = self._part(block, None)
         self._n_code += len(code_blocks(block))
         self._n_printed, self._between = 0, True
         return lines
 
-    def _part(self, block: str, columns: int, end: int | None) -> list[str]:
+    def _part(self, block: str, end: int | None) -> list[str]:
         """Lines of a code block before ``end``, to be printed for good."""
         lines = [""] * (self._between and not self._n_printed)
-        lines += self._draw.render(block, columns - 1, self._n_code, (self._n_printed, end))
+        lines += self._screen.markdown(block, self._n_code, (self._n_printed, end))
         self._n_printed = end or 0
         return lines
 

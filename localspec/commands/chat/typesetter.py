@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, pairwise
 from typing import TextIO
@@ -34,18 +32,12 @@ from localspec.system.terminal import char_width, clip, on_one_line, terminal_si
 class Style(Enum):
     """A kind of text, and the style of rich that it has."""
 
-    TARGET = ""
-    """The target's own tokens."""
-    MODEL = "bold green"
-    """Accepted tokens of a draft model."""
-    NGRAM = "underline cyan"
-    """Accepted draft tokens that n-grams copied from the text."""
-    CORPUS = "italic underline yellow"
-    """Accepted tokens copied from the user's files."""
-    STATES = "bold underline magenta"
-    """Accepted tokens of a head or of the target's first layers."""
-    REJECTED = "strike bright_red"
-    """Struck through, in a red readable on dark and light."""
+    TARGET = ""  # the target's own tokens
+    MODEL = "bold green"  # accepted tokens of a draft model
+    NGRAM = "underline cyan"  # accepted ones that n-grams copied from the text
+    CORPUS = "italic underline yellow"  # accepted ones copied from the user's files
+    STATES = "bold underline magenta"  # accepted ones of a head or of the target's first layers
+    REJECTED = "strike bright_red"  # a red readable on dark and light
     NOTE = "dim"
     THINKING = "dim italic"
     HEAD = "bold"
@@ -77,19 +69,29 @@ class Paper:
     asked at every update, as windows change. Where the cursor cannot be moved (``ansi``) there are lines that stay.
     """
 
-    def __init__(
-        self, file: TextIO, *, ansi: bool, colour: bool, size: Callable[[], tuple[int, int]] = terminal_size
-    ) -> None:
-        self.file, self.ansi, self.colour, self.size = file, ansi, colour, size
+    def __init__(self, file: TextIO, *, ansi: bool, colour: bool) -> None:
+        self.file, self.ansi, self.colour = file, ansi, colour
+        self.size: Callable[[], tuple[int, int]] = terminal_size
+        self.unicode = (file.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
+
+    @property
+    def columns(self) -> int:
+        return self.size()[0]
 
     def paint(self, text: str, style: Style) -> str:
-        look = RichStyle.parse(style.value)
-        look = look if self.colour else look.without_color
-        return look.render(text, color_system=ColorSystem.STANDARD) if self.ansi else text
+        return self.painted([(text, style)])
 
     def painted(self, row: Iterable[StyledText]) -> str:
         runs = groupby(row, key=lambda each: each[1])
-        return "".join(self.paint("".join(text for text, _ in run), style) for style, run in runs)
+        return self._rendered(
+            Segment("".join(text for text, _ in run), RichStyle.parse(style.value)) for style, run in runs
+        )
+
+    def _rendered(self, segments: Iterable[Segment]) -> str:
+        plain = Segment.remove_color if self.ansi else Segment.strip_styles
+        system = ColorSystem.STANDARD
+        return "".join(each.style.render(each.text, color_system=system) if each.style else each.text
+                       for each in (segments if self.colour else plain(segments)))  # fmt: skip
 
     def update(self, printed: Sequence[str], rows: Sequence[str], status: str) -> None:
         if not self.ansi:
@@ -115,6 +117,60 @@ class Paper:
     def _write(self, text: str) -> None:
         self.file.write(text)
         self.file.flush()
+
+    def rows(self, parts: Iterable[StyledText], indent: int = 0) -> list[str]:
+        """Styled text as lines that leave the last cell free, broken between words; all but the first indented."""
+        columns = self.columns - 1 - indent
+        console, text = self.console(columns), Text.assemble(*((text, style.value) for text, style in parts))
+        lines = [self._trimmed(line.render(console)) for line in text.wrap(console, max(columns, 1))]
+        return [" " * (indent if i else 0) + line for i, line in enumerate(lines)]
+
+    def markdown(self, block: str, n_code: int = 0, lines: tuple[int, int | None] = (0, None)) -> list[str]:
+        """A block of Markdown as lines that leave the last cell free, with escape sequences for styles only.
+
+        ``n_code`` is the number of code blocks before. ``lines`` selects lines of a code block (end excluded; None:
+        all); the title comes with the first.
+        """
+        rows = self.console(self.columns - 1).render_lines(_Document(block, n_code, lines, self.unicode), pad=False)
+        drawn = [self._trimmed(row) for row in rows]
+        while drawn and not drawn[0]:
+            del drawn[0]
+        while drawn and not drawn[-1]:
+            del drawn[-1]
+        return drawn
+
+    def whole(self, text: str) -> Iterator[str]:
+        """All lines of a text in Markdown, blocks separated by an empty one."""
+        n_code = 0
+        for i, block in enumerate(blocks(text)):
+            if i:
+                yield ""
+            yield from self.markdown(block, n_code)
+            n_code += len(code_blocks(block))
+
+    def console(self, columns: int) -> Console:
+        """A console of rich that prints here."""
+        return Console(
+            file=self.file,
+            width=max(columns, 8),  # rich cannot draw a table in less
+            force_terminal=self.ansi,
+            color_system="standard" if self.ansi else None,
+            no_color=not self.colour,
+            theme=_STYLES,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            safe_box=not self.unicode,
+            legacy_windows=False,
+        )
+
+    def _trimmed(self, row: Iterable[Segment]) -> str:
+        """A row without what fills it, in which there is nothing to copy or to wrap."""
+        segments = list(row)
+        while segments and not segments[-1].text.strip():
+            segments.pop()
+        segments[-1:] = [Segment(each.text.rstrip(), each.style) for each in segments[-1:]]
+        return self._rendered(segments)
 
 
 class Typesetter:
@@ -220,7 +276,7 @@ def _wrapped(line: Sequence[StyledText], columns: int, goes_on: bool) -> list[li
     return rows
 
 
-# Markdown as lines for a terminal: parsed by markdown-it, drawn by rich, block by block.
+# Markdown: parsed by markdown-it, drawn by rich, block by block.
 
 # What a model writes is text to be read: HTML, definitions of links, addresses of images would be dropped from it, so
 # they stay as they are; a block then means the same wherever the text around it ends.
@@ -280,54 +336,6 @@ def open_code(block: str) -> int | None:
     return tokens[0].content.count("\n")
 
 
-@dataclass(frozen=True, slots=True)
-class MarkdownLines:
-    """Draws blocks for a terminal."""
-
-    colour: bool = True
-    unicode: bool = True
-
-    def render(self, block: str, columns: int, n_code: int = 0, lines: tuple[int, int | None] = (0, None)) -> list[str]:
-        """A block as lines of at most ``columns`` cells, with escape sequences for styles only.
-
-        ``n_code`` is the number of code blocks before. ``lines`` selects lines of a code block (end excluded; None:
-        all); the title comes with the first.
-        """
-        rows = self._console(columns).render_lines(_Document(block, n_code, lines, self.unicode), pad=False)
-        drawn = [self._ansi(row) for row in rows]
-        while drawn and not drawn[0]:
-            del drawn[0]
-        while drawn and not drawn[-1]:
-            del drawn[-1]
-        return drawn
-
-    def prose(self, text: str, columns: int) -> list[str]:
-        """Plain text as lines."""
-        return [line.plain.rstrip() for line in Text(text).wrap(self._console(columns), columns)] if text else []
-
-    def _console(self, columns: int) -> Console:
-        return Console(
-            file=io.StringIO(),
-            width=max(columns, 8),  # rich cannot draw a table in less
-            force_terminal=True,
-            color_system="standard",
-            theme=_STYLES,
-            highlight=False,
-            emoji=False,
-            safe_box=not self.unicode,
-            legacy_windows=False,
-        )
-
-    def _ansi(self, row: Iterable[Segment]) -> str:
-        segments = list(row if self.colour else Segment.remove_color(row))
-        while segments and not segments[-1].text.strip():  # what fills the row: nothing to copy, nothing to wrap
-            segments.pop()
-        segments[-1:] = [Segment(each.text.rstrip(), each.style) for each in segments[-1:]]
-        system = ColorSystem.STANDARD
-        return "".join(each.style.render(each.text, color_system=system) if each.style else each.text
-                       for each in segments)  # fmt: skip
-
-
 class _LeftHeading(Heading):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.text
@@ -381,13 +389,3 @@ class _Document(Markdown):
         super().__init__("", hyperlinks=False)  # an address is shown, and not hidden behind a word
         self.parsed = _PARSER.parse(text)
         self.n_code, self.lines, self.unicode = n_code, lines, unicode
-
-
-def whole(text: str, columns: int, drawer: MarkdownLines) -> Iterator[str]:
-    """All lines of a text, blocks separated by an empty one."""
-    n_code = 0
-    for i, block in enumerate(blocks(text)):
-        if i:
-            yield ""
-        yield from drawer.render(block, columns, n_code)
-        n_code += len(code_blocks(block))

@@ -14,12 +14,13 @@ import pytest
 from localspec.commands.chat import screen
 from localspec.commands.chat.chat import AnswerRecord, Chat
 from localspec.commands.chat.commands import COMMANDS, GROUPS, NOISE, complete, is_command, named, run_command, verdict
-from localspec.commands.chat.screen import ChatScreen, TextView, plain_parts, round_parts, rows_of, status_line
+from localspec.commands.chat.screen import INDENT, ChatScreen, TextView, plain_parts, round_parts, status_line
 from localspec.commands.chat.typesetter import Style, token_style
 from localspec.errors import PromptTooLong
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import Draft, Round, SpecStats
 from localspec.system.terminal import width
+from tests.support.emulator import Emulator
 from tests.support.saved_chats import write_chat
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak
 
@@ -345,32 +346,39 @@ def test_help_is_in_groups_that_fit_a_small_screen() -> None:
     assert it.do("/help race").count("\n") == 1
 
 
-def text_of(rows: list[list[tuple[str, Style]]]) -> list[str]:
-    return ["".join(text for text, _ in row) for row in rows]
+def text_of(parts: list[tuple[str, Style]]) -> str:
+    return "".join(text for text, _ in parts)
+
+
+def rows_of(parts: list[tuple[str, Style]], columns: int) -> list[str]:
+    """As they are printed where the cursor cannot be moved."""
+    shown_on = ChatScreen(plain=True)
+    shown_on.size = lambda: (columns + 1, 24)
+    return shown_on.rows(parts, INDENT)
 
 
 def test_round_line_shows_every_guess_and_its_fate() -> None:
     round_ = make_round(4, [("def", "model", True), (" f", "ngram", True), ("(x", "ngram", False)], "(a")
-    (line,) = text_of(rows_of(round_parts(round_), 80))
+    (line,) = rows_of(round_parts(round_), 80)
     assert all(part in line for part in ("2/3", "model+ngram", "✓def✓ f✗(x →(a"))
-    assert "+def+ f-(x >(a" in text_of([round_parts(round_, unicode=False)])[0]
-    assert "plain" in text_of([round_parts(make_round(0, [], "x"))])[0]
+    assert "+def+ f-(x >(a" in text_of(round_parts(round_, unicode=False))
+    assert "plain" in text_of(round_parts(make_round(0, [], "x")))
     for columns in range(20, 80):
-        rows = text_of(rows_of(round_parts(round_), columns))
+        rows = rows_of(round_parts(round_), columns)
         assert max(map(width, rows)) <= columns
         assert "".join("".join(rows).split()) == "".join(line.split())  # nothing is left out
     assert ("(x", Style.REJECTED) in round_parts(round_)
     branched = make_round(0, [("a", "model", True), ("b", "model", False), ("c", "model", True)], "d")
     branched.draft = Draft(list(branched.draft), [-1, 0, 0])
     branched.verdict = replace(branched.verdict, n_accepted=2, path=(0, 2))
-    assert "✓a✗b |✓c" in text_of([round_parts(branched)])[0]
+    assert "✓a✗b |✓c" in text_of(round_parts(branched))
 
 
 def test_plain_rounds_in_a_row_share_a_line_with_all_of_their_text() -> None:
     words = [f"word{i} " for i in range(34)]
     words[9] = "end\n"
     rounds = [make_round(51 + i, [], word) for i, word in enumerate(words)]
-    rows = text_of(rows_of(plain_parts(rounds), 60))
+    rows = rows_of(plain_parts(rounds), 60)
     assert rows[0].startswith("  52-85 plain, 34 tokens  word0 word1 ")
     assert any(row.endswith("end↵") for row in rows)
     assert " ".join(rows).replace("↵", "").split()[4:] == "".join(words).split()
@@ -413,20 +421,20 @@ def test_who_guesses_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("columns", [24, 50, 80])
-def test_the_legend_has_the_kinds_in_use_and_is_broken_between_them(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    shown_on = ChatScreen(plain=True)
-    shown_on.ansi = True
-    assert shown_on.legend([]) == ""
+def test_the_legend_has_the_kinds_in_use_and_is_broken_between_them(columns: int) -> None:
+    def legend(drafters: list[str], follows: str) -> str:
+        terminal = Emulator(columns)
+        terminal.chat_screen().legend(drafters, follows)
+        return re.sub("\x1b\\[[0-9;]*m", "", terminal.file.getvalue())
+
+    assert legend([], "") == ""
     for drafters, follows, shown in (
         (["ngram", "early-exit:2"], "", {"by head", "copied"}),
         (["ngram", "head-of-state"], "", {"guessed by draft model", "copied"}),
         (["ngram"], "loading the draft model", {"guessed by draft model", "copied"}),
         (["corpus:x", "head", "m"], "", {"guessed by draft model", "by head", "from your files"}),
     ):
-        rows = re.sub("\x1b\\[[0-9;]*m", "", shown_on.legend(drafters, follows)).split("\n")
+        rows = legend(drafters, follows).splitlines()
         assert max(map(width, rows)) <= columns
         kinds = [kind.strip() for row in rows for kind in row.split("·") if kind.strip()]
         assert ({*kinds[:-2]}, kinds[-2:]) == (shown, ["wrong guess", "the model's own"])

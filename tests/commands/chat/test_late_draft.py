@@ -115,7 +115,7 @@ def test_the_chat_answers_while_the_draft_is_fetched(
     fetching = Fetching(monkeypatch)
     late = chat.late = LateDraft(llm, [DRAFT])
     assert fetching.half.wait(SOON)
-    header(llm, chat.screen, late.status)
+    header(chat)
     assert "; fetching the draft model some-draft 50%." in shown(chat)
     assert chat.ask("x")
     assert "fetching the draft model some-draft 50%" in chat.toolbar
@@ -146,7 +146,7 @@ def test_what_came_up_meanwhile_is_said_once_at_the_next_prompt(
 ) -> None:
     """What came up before the header is said there: of a draft model that was left out while the chat began."""
     llm.inspect().warnings.append("a draft is left out")
-    chat.n_told = header(llm, chat.screen)
+    header(chat)
     Fetching(monkeypatch, DownloadError("no source")).go_on.set()
     chat.late = finished(LateDraft(llm, [DRAFT]))
     llm.inspect().warnings.append("another one")

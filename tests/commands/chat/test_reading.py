@@ -9,7 +9,7 @@ import pytest
 
 from localspec.commands.chat import screen as screen_module
 from localspec.commands.chat.screen import ReadingView
-from localspec.commands.chat.typesetter import MarkdownLines, blocks, code_blocks, whole
+from localspec.commands.chat.typesetter import blocks, code_blocks
 from localspec.spec_decode.rounds import Round, SpecStats
 from localspec.system.terminal import visible
 from tests.support.emulator import Emulator
@@ -83,7 +83,7 @@ class Terminal(Emulator):
 def wanted(text: str, columns: int) -> list[str]:
     """The text rendered at once, as the emulator shows it."""
     terminal = Emulator(columns, 4000)
-    terminal.feed("\r\n".join(whole(visible(text), columns - 1, MarkdownLines())))
+    terminal.feed("\r\n".join(terminal.chat_screen().whole(visible(text))))
     return terminal.text().split("\n")
 
 
