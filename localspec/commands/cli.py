@@ -86,7 +86,8 @@ def _one_of(words: str) -> Callable[[str | None], str | None]:
     return known
 
 
-_THINK, _VIEWS = "auto|on|off|low|medium|high", "tokens|reading|rounds|plain"  # what they are read by imports much
+# Repeated here: what reads them imports much.
+_THINK, _VIEWS, _FORMATS = "auto|on|off|low|medium|high", "tokens|reading|rounds|plain", "text|json|events"
 THINK = Option(
     "auto",
     metavar=_THINK,
@@ -167,34 +168,9 @@ def _shared(
 
 
 def run_options(model: str | None, given: dict[str, Any], **sampling: Any) -> RunOptions:
-    """The shared options as given, checked; ``UsageError``: a value makes no sense."""
-    from dataclasses import fields
+    from localspec.commands.options import RunOptions
 
-    from localspec.backends.placement import Placement
-    from localspec.commands.options import RunOptions, placement, read_size, whole_or_auto
-    from localspec.engine.options import LoadOptions
-    from localspec.sampling.sampling import SamplingParams
-
-    rest = {"idle": False} | given
-    for name, option, least in (("n_ctx", "--ctx", 1), ("n_gpu_layers", "--gpu-layers", 0)):
-        if name in rest:
-            rest[name] = whole_or_auto(option, rest[name], least)
-    if "prompt_cache" in rest:
-        rest["prompt_cache_bytes"] = read_size("--prompt-cache", rest.pop("prompt_cache"), 0)
-    from_file = dict(rest.pop("from_file", {}))
-    usual = from_file.pop("model", None)
-    if model is None and usual is not None:
-        model = from_file["model"] = usual
-
-    def taken(options: type[Any]) -> dict[str, Any]:
-        return {field.name: rest.pop(field.name) for field in fields(options) if field.name in rest}
-
-    load = LoadOptions(placement=placement(taken(Placement)), **taken(LoadOptions))
-    sampling |= {name: value for name, value in taken(SamplingParams).items() if value not in (None, [])}
-    if "stop" in sampling:
-        sampling["stop"] = tuple(sampling["stop"])
-    draft = rest.pop("draft", None) or ()
-    return RunOptions(model=model, draft=draft, load=load, sampling=sampling, from_file=from_file, **rest)
+    return RunOptions.read(model, given, sampling)
 
 
 COMMON = {"model", "think", "think_budget", "threads", "view", *signature_of(_shared).parameters}
@@ -378,7 +354,7 @@ def generate(
         None, "--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"
     ),
     raw: bool = Option(False, "--raw", help="Continue the prompt verbatim, without the chat template."),
-    format: str = Option("text", metavar="text|json|events", help="Output format."),
+    format: str = Option("text", metavar=_FORMATS, callback=_one_of(_FORMATS), help="Output format."),
     json_schema: str | None = Option(
         None, "--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema."
     ),

@@ -16,27 +16,19 @@ from typing import Any
 from localspec.errors import LocalspecError, UsageError, nearest
 from localspec.system.files import home, write_atomically
 
-OWN_OPTIONS = ("chat", "serve")
-"""Commands whose own options can be set as well, those of ``ONE_RUN`` excepted."""
-
-ONE_RUN = ("continue", "help", "print", "project")
-"""Options that say what one run does, or that are remembered in another way."""
-
+OWN_OPTIONS = ("chat", "serve")  # commands whose own options can be set as well, those of ``ONE_RUN`` excepted
+ONE_RUN = ("continue", "help", "print", "project")  # what one run does, or what is remembered in another way
+SAME_TABLE = {"launch": "serve"}  # commands that read another's table
+# What a chat is to be like does not change what these measure, unless their own table says so.
+MEASURING = ("bench", "verify", "doctor")
 ANSWERS = {
     "max-tokens", "min-p", "repeat-penalty", "seed", "stop", "system", "temperature", "think", "think-budget", "top-k",
     "top-p",
 }  # fmt: skip
-SAME_TABLE = {"launch": "serve"}
-"""Commands that read another's table."""
-
-MEASURING = ("bench", "verify", "doctor")
-"""What a chat is to be like does not change what these measure, unless their own table says so."""
-
+# Options that have only the name of a common one: without a name, ``serve`` has every model of the disk.
 OTHER_MEANINGS = {("distill", "seed"), ("serve", "model")}
-"""Options that have only the name of a common one: without a name, ``serve`` has every model of the disk."""
 
-Check = Callable[[str, Any], None]
-"""Raises ``UsageError`` if the value of a parameter makes no sense; takes the parameter's name."""
+Check = Callable[[str, Any], None]  # takes a parameter's name and value; ``UsageError``: that makes no sense
 
 
 @dataclass(frozen=True, slots=True)

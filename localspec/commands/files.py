@@ -338,20 +338,21 @@ class PullProgress(Progress):
         seconds, n_bytes = now - recent[0][0], done - recent[0][1]
         if seconds < 0.2 or n_bytes <= 0:
             return ""
-        return f", {size_text(n_bytes / seconds)}/s" + _left((total - done) * seconds / n_bytes)
+        left = left_text((total - done) * seconds / n_bytes)
+        return f", {size_text(n_bytes / seconds)}/s" + (f", {left}" if left else "")
 
 
 _MINUTE = 60.0
 _WINDOW_S = 20.0  # the speed is averaged over this time
 
 
-def _left(seconds: float) -> str:
+def left_text(seconds: float) -> str:
     if seconds < 0.5:
         return ""
     if seconds < 100:
-        return f", {seconds:.0f} s left"
+        return f"{seconds:.0f} s left"
     minutes = round(seconds / 60)
-    return f", {minutes} min left" if minutes < 100 else f", {minutes // 60} h {minutes % 60:02d} min left"
+    return f"{minutes} min left" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min left"
 
 
 # ``localspec inspect``: what a file says of itself.

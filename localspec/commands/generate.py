@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localspec.commands.chat.screen import TextView, no_echo, only_thought
 from localspec.commands.options import RunOptions
+from localspec.engine.request import RoundStream
 from localspec.errors import ModelFileError, UnknownModel, UsageError, check_text
 from localspec.model_files.catalog import Catalog
 from localspec.spec_decode.rounds import Round
 from localspec.system.process import on_interrupt
 from localspec.system.terminal import Progress, moves_cursor, read_all
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from localspec.engine.request import RoundStream
-
-
-FORMATS = ("text", "json", "events")
 
 
 def model_and_prompt(model: str | None, text: str | None, prompt: str | None) -> tuple[str | None, str | None]:
@@ -48,8 +42,6 @@ def generate_command(options: RunOptions, prompt: str | None, *, raw: bool = Fal
 
     ``format``: ``text`` streams the answer, ``json`` prints one object, ``events`` a line per round and the object.
     """
-    if format not in FORMATS:
-        raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
     if raw and options.system is not None and "system" not in options.from_file:
         raise UsageError("--system needs the chat template and cannot be combined with --raw")
     thinking = {"think": options.think != "auto", "think_budget": options.think_budget is not None}

@@ -24,9 +24,7 @@ from localspec.errors import LocalspecError, UsageError, did_you_mean
 from localspec.model_files.catalog import Catalog
 from localspec.system.process import interrupts_left_to_others
 
-SMALL_CONTEXT = 16384
-"""Tokens; agents send prompts of several thousand before anything is asked."""
-
+SMALL_CONTEXT = 16384  # tokens; agents send prompts of several thousand before anything is asked
 _ANSWER_S, _STOP_S = 5.0, 20.0
 
 

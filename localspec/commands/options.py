@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
@@ -58,6 +58,34 @@ class RunOptions:
     think: str = "auto"  # how questions are asked; see ``LLM.rounds``
     think_budget: int | None = None  # most tokens of thinking
     from_file: Mapping[str, Any] = field(default_factory=dict)  # options above that are config.toml's, by their name
+
+    @classmethod
+    def read(cls, model: str | None, given: Mapping[str, Any], sampling: Mapping[str, Any]) -> RunOptions:
+        """The shared options as a command line gives them; ``UsageError``: a value makes no sense."""
+        rest: dict[str, Any] = {"idle": False, **given}
+        for name, option, least in (("n_ctx", "--ctx", 1), ("n_gpu_layers", "--gpu-layers", 0)):
+            if name in rest:
+                rest[name] = _whole_or_auto(option, rest[name], least)
+        if "prompt_cache" in rest:
+            rest["prompt_cache_bytes"] = read_size("--prompt-cache", rest.pop("prompt_cache"), 0)
+        from_file = dict(rest.pop("from_file", {}))
+        usual = from_file.pop("model", None)
+        if model is None and usual is not None:
+            model = from_file["model"] = usual
+
+        def taken(options: type[Any]) -> dict[str, Any]:
+            found = {field.name: rest.pop(field.name) for field in fields(options) if field.name in rest}
+            return {name: value for name, value in found.items() if value is not None and value != []}
+
+        placement = {name: value for name, value in taken(Placement).items() if value is not False}
+        if "tensor_split" in placement:
+            placement["tensor_split"] = read_shares(placement["tensor_split"])
+        load = LoadOptions(placement=Placement(**placement), **taken(LoadOptions))
+        sampling = {**sampling, **taken(SamplingParams)}
+        if "stop" in sampling:
+            sampling["stop"] = tuple(sampling["stop"])
+        draft = rest.pop("draft", None) or ()
+        return cls(model=model, draft=draft, load=load, sampling=sampling, from_file=from_file, **rest)
 
     def __post_init__(self) -> None:
         for name, text in (("MODEL", self.model), ("--system", self.system)):
@@ -201,7 +229,7 @@ def read_size(option: str, text: str, least: int = 1) -> int:
     return size
 
 
-def whole_or_auto(option: str, text: str, least: int) -> int | None:
+def _whole_or_auto(option: str, text: str, least: int) -> int | None:
     """``auto|N`` as typed; None is auto. ``UsageError``: neither."""
     if text == "auto":
         return None
@@ -209,13 +237,6 @@ def whole_or_auto(option: str, text: str, least: int) -> int | None:
         return checked_whole(option, int(text), least, MAX_COUNT)
     except ValueError:
         raise UsageError(f"{option} must be auto or a whole number, not {text[:40]!r}") from None
-
-
-def placement(given: Mapping[str, Any]) -> Placement:
-    """Placement options as given; ``UsageError``: a value makes no sense."""
-    asked = {name: value for name, value in given.items() if value is not None and value is not False}
-    asked |= {"tensor_split": read_shares(asked["tensor_split"])} if "tensor_split" in asked else {}
-    return Placement(**asked)
 
 
 def called(drafter: str) -> str:

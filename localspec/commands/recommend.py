@@ -15,15 +15,12 @@ from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
 from localspec.system import machine
 
-ENOUGH = 8.0
-"""Tokens a second at which a person reads along."""
-
+ENOUGH = 8.0  # tokens a second at which a person reads along
 REACHED = 0.65
 """Share of the measured bandwidth that one-token passes reach, where none was measured here: the 1.5B on two cores,
 quiet, 27.4 of 40 ms."""
 
-LEAST_BYTES = 400_000_000
-"""Passes of smaller models take their time for other things than reading weights."""
+LEAST_BYTES = 400_000_000  # passes of smaller models take their time for other things than reading weights
 
 LARGE_BYTES, LARGE_GAIN, SMALL_GAIN = 4_000_000_000, 1.4, 1.1
 """What drafting gains by class: over 4 GB with a draft model 1.4 (a 1.5B made as costly as a 7B: 1.48 on 16 questions,

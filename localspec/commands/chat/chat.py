@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from localspec.commands.chat.screen import ChatScreen, guessing, no_echo, only_thought, status_line
 from localspec.commands.chat.typesetter import Style
@@ -19,8 +19,8 @@ from localspec.engine import saved
 from localspec.engine.drafts import LEAST_GAIN, found_drafts, gain_of_size, plugin_drafts
 from localspec.engine.loading import compiled_offer_once
 from localspec.errors import Cancelled, Closed, LocalspecError, SessionFileError, UsageError, line_of
-from localspec.llm import Session, to_text
-from localspec.model_files.catalog import short_name
+from localspec.llm import LLM, Message, Session, to_text
+from localspec.model_files.catalog import Entry, short_name
 from localspec.prompts import documents
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.drafters.names import NGRAM
@@ -29,11 +29,6 @@ from localspec.system.files import JsonStore, decoded, home, private_folder
 from localspec.system.machine import BUSY, process_bytes
 from localspec.system.process import on_interrupt
 from localspec.system.terminal import on_one_line
-
-if TYPE_CHECKING:
-    from localspec.llm import LLM, Message
-    from localspec.model_files.catalog import Entry
-
 
 # Files that go with the next message: part of its text, and drafted from by n-grams.
 
@@ -179,7 +174,7 @@ class AnswerRecord:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-Turn: TypeAlias = "tuple[list[Message], AnswerRecord]"  # A question with its answer, and the record of that
+Turn = tuple[list[Message], AnswerRecord]  # A question with its answer, and the record of that
 
 
 def load(llm: LLM, path: Path) -> tuple[Session, list[AnswerRecord]]:
@@ -490,12 +485,10 @@ class LateDraft(threading.Thread):
         """Load what ``auto`` finds on disk."""
         self._say(f"loading {what}")
         while not self._leaving.is_set() and self._llm.draft_names == self._before:
-            try:
+            with suppress(Cancelled):  # something was asked: try again when it is answered
                 self._llm.set_draft(["auto", *self._corpora], gives_way=self._leaving.is_set)
                 self._before = self._llm.draft_names
-                return
-            except Cancelled:  # something was asked: try again when it is answered
-                continue
+                break
 
     def _say(self, status: str) -> None:
         if status != self.status:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rich.table import Table
 from rich.text import Text
 
 from localspec.commands import config
 from localspec.commands.chat.chat import (
+    Chat,
     forget_all,
     keep_project,
     kept_chat,
@@ -36,6 +37,7 @@ from localspec.commands.chat.chat import (
 from localspec.commands.chat.screen import VIEWS, guessing, no_echo
 from localspec.commands.chat.typesetter import Style, code_blocks
 from localspec.engine.options import draft_specs, with_free
+from localspec.engine.request import Reply
 from localspec.errors import LocalspecError, UsageError, line_of, nearest
 from localspec.prompts.thinking import THINK
 from localspec.report.model import Lines
@@ -46,11 +48,6 @@ from localspec.spec_decode.rounds import PromptProgress, SpecStats
 from localspec.system.machine import CPUTimes, others_share
 from localspec.system.process import interrupts_left_to_others, on_interrupt
 from localspec.system.terminal import Progress, clip, on_one_line, visible
-
-if TYPE_CHECKING:
-    from localspec.commands.chat.chat import Chat
-    from localspec.engine.request import Reply
-
 
 _Thing = TypeVar("_Thing")
 
@@ -678,10 +675,9 @@ COMMANDS: dict[str, Command] = {
     "race": Command("", "the last question, plain and with guesses", race),
 }
 
+# Names from other programs.
 ALIASES = {"clear": "new", "reset": "new", "exit": "quit", "bye": "quit", "q": "quit", "?": "help"}
-"""Names from other programs."""
-
 LEAVING = ("exit", "quit")  # lines that leave without a slash
 _GUESSING = ("draft", "length", "project", "stats", "why", "race")
+# What follows ``/help`` -> the commands it shows.
 GROUPS = {"": tuple(name for name in COMMANDS if name not in _GUESSING), "guessing": _GUESSING}
-"""What follows ``/help`` -> the commands it shows."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from localspec.backends.llama.ggml import engine_log
+from localspec.commands.files import left_text
 from localspec.commands.options import ensure_model
 from localspec.errors import Cancelled, UsageError, check_text
 from localspec.heads.card import ALL_TEXTS, CurvePoint, Rates
@@ -137,7 +138,8 @@ class RunDisplay(Progress):
     def show(self, standing: RunProgress) -> None:
         new, tested = standing.phase != self._phase, len(standing.curve) > self._n_points
         self._phase, self._n_points = standing.phase, len(standing.curve)
-        parts = [_doing(standing), _left(standing), _counts(standing)]
+        left = "" if standing.seconds_left is None else left_text(standing.seconds_left)
+        parts = [_doing(standing), left, _counts(standing)]
         if tested:
             rates = standing.curve[-1].acceptance.get(ALL_TEXTS, ())
             parts.append("right at " + " ".join(f"{rate:.2f}" for rate in rates))
@@ -155,13 +157,6 @@ def _doing(standing: RunProgress) -> str:
         return "waiting: a chat or server answers on this machine"
     rate = f", {standing.rate:,.0f} tokens a second" if standing.rate else ""
     return (standing.text or standing.phase) + rate
-
-
-def _left(standing: RunProgress) -> str:
-    if standing.seconds_left is None:
-        return ""
-    minutes = standing.seconds_left / 60
-    return f"{minutes:.0f} min left" if minutes >= 1.5 else f"{standing.seconds_left:.0f} s left"
 
 
 def _counts(standing: RunProgress) -> str:
