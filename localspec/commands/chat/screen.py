@@ -115,20 +115,17 @@ class RoundsView:
     def round(self, round_: Round) -> None:
         printed: list[str] = []
         if round_.draft or round_.verdict.kind == "forced":
-            printed = self._plain_rows() + self._rows(round_parts(round_, unicode=self._screen.unicode))
+            printed = self._rows(self._plain) + self._rows([round_])
             self._plain = []
         elif round_.emitted:
             self._plain.append(round_)
-        self._screen.update(printed, self._plain_rows()[-1:] or [""], status_line(self._stats.as_dict()))
+        self._screen.update(printed, self._rows(self._plain)[-1:] or [""], status_line(self._stats.as_dict()))
 
     def finish(self) -> None:
-        self._screen.end(self._plain_rows())
+        self._screen.end(self._rows(self._plain))
 
-    def _plain_rows(self) -> list[str]:
-        return self._rows(plain_parts(self._plain, unicode=self._screen.unicode)) if self._plain else []
-
-    def _rows(self, parts: Sequence[StyledText]) -> list[str]:
-        return self._screen.rows(parts, indent=INDENT)
+    def _rows(self, rounds: Sequence[Round]) -> list[str]:
+        return self._screen.rows(plain_parts(rounds, unicode=self._screen.unicode), INDENT) if rounds else []
 
 
 class TextView:

@@ -132,12 +132,8 @@ class Paper:
         all); the title comes with the first.
         """
         rows = self.console(self.columns - 1).render_lines(_Document(block, n_code, lines, self.unicode), pad=False)
-        drawn = [self._trimmed(row) for row in rows]
-        while drawn and not drawn[0]:
-            del drawn[0]
-        while drawn and not drawn[-1]:
-            del drawn[-1]
-        return drawn
+        drawn = "\n".join(self._trimmed(row) for row in rows).strip("\n")
+        return drawn.split("\n") if drawn else []
 
     def whole(self, text: str) -> Iterator[str]:
         """All lines of a text in Markdown, blocks separated by an empty one."""
