@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
 from inspect import signature as signature_of
 from typing import TYPE_CHECKING, Any
 
@@ -241,16 +242,17 @@ def command_group(name: str, help_text: str) -> typer.Typer:
 
 
 def command(
-    without: Collection[str] = (), group: typer.Typer = app
-) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Make a function a command. ``**options`` stands for the shared options, but those that are in ``without`` or that
-    the function declares itself. What the command line leaves out is ``config.toml``'s.
+    without: Collection[str] = (), group: typer.Typer = app, runs: str = ""
+) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
+    """Make a function a command; with ``runs``, ``MODULE:FUNCTION`` of this folder, that one is run with the same
+    arguments in its place. ``**options`` stands for the shared options, but those that are in ``without`` or that the
+    function declares itself. What the command line leaves out is ``config.toml``'s.
 
     Parsing only binds arguments. The command runs outside of Typer, which treats Ctrl-C, closed pipes and errors in its
     own way.
     """
 
-    def register(function: Callable[..., int]) -> Callable[..., int]:
+    def register(function: Callable[..., int | None]) -> Callable[..., int | None]:
         def bind(ctx: typer.Context, **given: Any) -> Run:
             def run() -> int:
                 used = config.settle(ctx, given, COMMON, _check)
@@ -258,7 +260,9 @@ def command(
                     given["from_file"] = used
                 elif "model" in used and given["model"] is None:
                     given["model"] = used["model"]
-                return function(**given)
+                module, _, name = runs.partition(":")
+                made = getattr(import_module(f"localspec.commands.{module}"), name) if runs else function
+                return int(made(**given))
 
             return run
 
@@ -565,7 +569,7 @@ def launch(
     return launch_command(program, arguments or (), ServerChoice(port, api_key, model, options), only_print=only_print)
 
 
-@command()
+@command(runs="replay.command:replay_command")
 def replay(
     file: str = Argument(
         ...,
@@ -577,11 +581,8 @@ def replay(
         None, metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"
     ),
     force: bool = Option(False, "--force", help="Overwrite OUT if it exists."),
-) -> int:
+) -> None:
     """Make a web page from a recording: the answer, with every drafted token and its verification."""
-    from localspec.commands.replay.command import replay_command
-
-    return replay_command(file, html, force=force)
 
 
 @command()
@@ -635,62 +636,47 @@ def pull(
     return check_command(names or ()) if check else pull_command(names or ())
 
 
-@command()
+@command(runs="files:list_command")
 def list_(
     as_json: bool = JSON,
     everything: bool = Option(False, "--all", help="List the whole catalogue, with what can be fetched."),
-) -> int:
+) -> None:
     """List the models on this disk, each with its heads."""
-    from localspec.commands.files import list_command
-
-    return list_command(as_json, everything)
 
 
-@command()
+@command(runs="recommend:recommend_command")
 def recommend(
     as_json: bool = JSON,
     everything: bool = Option(False, "--all", help="Also list models that are too large or too slow here."),
-) -> int:
+) -> None:
     """List models that would answer well on this machine, with size, time to fetch and expected speed."""
-    from localspec.commands.recommend import recommend_command
-
-    return recommend_command(as_json, everything)
 
 
-@command()
+@command(runs="files:rm_command")
 def rm(
     names: list[str] = Argument(
         ..., autocompletion=models_here, metavar="NAME...", help="Models to remove.", show_default=False
     ),
-) -> int:
+) -> None:
     """Remove models from this disk."""
-    from localspec.commands.files import rm_command
-
-    return rm_command(names)
 
 
-@command()
+@command(runs="files:cache_command")
 def cache(
     clear: bool = Option(False, "--clear", help="Delete them."),
     as_json: bool = JSON,
-) -> int:
+) -> None:
     """List the prompts on this disk that chat and serve need not read again."""
-    from localspec.commands.files import cache_command
-
-    return cache_command(clear=clear, as_json=as_json)
 
 
-@command()
+@command(runs="files:inspect_command")
 def inspect(
     model: str = Argument(
         ..., autocompletion=models_here, metavar="FILE", help="Path or name of a model file.", show_default=False
     ),
     as_json: bool = JSON,
-) -> int:
+) -> None:
     """Show what is in a model file: sizes, vocabulary, chat template, memory use."""
-    from localspec.commands.files import inspect_command
-
-    return inspect_command(model, as_json)
 
 
 # ``localspec engine``
@@ -698,34 +684,25 @@ def inspect(
 engine_app = command_group("engine", "ik-llama compiled for this CPU, with kernels that its wheel does without.")
 
 
-@command(group=engine_app)
+@command(group=engine_app, runs="engine:build_command")
 def engine_build(
     idle: bool = Option(False, "--idle", help="Give way to other programs, and pause while they use the CPUs."),
     jobs: int | None = Option(
         None, "--jobs", "-j", min=1, max=MAX_THREADS, metavar="N", help="Compilers at a time.", show_default="all cores"
     ),
     force: bool = Option(False, "--force", help="Compile even where nothing is expected of it, or again."),
-) -> int:
+) -> None:
     """Compile it and use it. It is compared with the wheel first; Ctrl-C stops, and the same command continues."""
-    from localspec.commands.engine import build_command
-
-    return build_command(idle=idle, jobs=jobs, force=force)
 
 
-@command(group=engine_app)
-def engine_list(as_json: bool = JSON) -> int:
+@command(group=engine_app, runs="engine:list_command")
+def engine_list(as_json: bool = JSON) -> None:
     """Show which one is used, what it uses of this CPU, and what its passes cost."""
-    from localspec.commands.engine import list_command
-
-    return list_command(as_json)
 
 
-@command(group=engine_app)
-def engine_remove() -> int:
+@command(group=engine_app, runs="engine:remove_command")
+def engine_remove() -> None:
     """Delete it and use the wheel again."""
-    from localspec.commands.engine import remove_command
-
-    return remove_command()
 
 
 app.add_typer(engine_app)
