@@ -312,9 +312,7 @@ def ensure_model(
 
 def larger_choice(target: Entry) -> tuple[Entry, str] | None:
     """What else would fit at a first chat: the largest model that answers fast enough, and a line on it."""
-    with Progress() as progress:
-        found, _ = recommend.look(lambda line: progress.report(line, None))
-    best = recommend.larger_than(target, found)
+    best = recommend.larger_than(target, recommend.look()[0])
     if best is None:
         return None
     size, rate = size_text(best.bytes), best.tokens_per_second or 0.0

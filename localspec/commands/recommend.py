@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from localspec.commands.files import fetch_minutes, print_columns
@@ -14,6 +14,7 @@ from localspec.model_files.catalog import ROOM, Catalog, Entry
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.sources.base import size_text
 from localspec.system import machine
+from localspec.system.terminal import Progress
 
 ENOUGH = 8.0  # tokens a second at which a person reads along
 REACHED = 0.65
@@ -102,12 +103,13 @@ def _needed(entry: Entry) -> int:
         return need(Sizes.of(gguf), min(USUAL_CTX, gguf.n_ctx_train or USUAL_CTX), "f16", "ik-llama").total
 
 
-def look(say: Callable[[str], None]) -> tuple[list[Candidate], Reached]:
-    """``candidates`` for this machine, now; ``say`` takes what is being done."""
-    say("measuring the memory's bandwidth")
+def look() -> tuple[list[Candidate], Reached]:
+    """``candidates`` for this machine, now."""
     memory = machine.read_memory().available
     threads = min(machine.default_threads(), machine.usable_cpus())
-    bandwidth = machine.measure_bandwidth(threads, available=memory)
+    with Progress() as progress:
+        progress.report("measuring the memory's bandwidth", None)
+        bandwidth = machine.measure_bandwidth(threads, available=memory)
     reached = Reached.here(bandwidth)
     return candidates(memory, bandwidth, reached), reached
 
@@ -120,11 +122,8 @@ def larger_than(entry: Entry, found: list[Candidate]) -> Candidate | None:
 
 def recommend_command(as_json: bool = False, everything: bool = False) -> int:
     """Print what would answer here, the largest first; with ``everything`` also what is too large or too slow."""
-    from localspec.system.terminal import Progress
-
     busy = machine.busy_share()
-    with Progress() as progress:
-        found, reached = look(lambda line: progress.report(line, None))
+    found, reached = look()
     shown = found if everything else [each for each in found if each.answers]
     if as_json:
         print(json.dumps({"models": [asdict(each) for each in shown]}, indent=2))

@@ -150,7 +150,7 @@ def test_what_was_measured_here_goes_before_what_is_assumed(monkeypatch: pytest.
     key |= {"threads": "2", "kv": "f16"}
 
     def rows() -> tuple[dict[str, Candidate], recommend.Reached]:
-        listed, reached = recommend.look(lambda line: None)
+        listed, reached = recommend.look()
         return {each.name: each for each in listed}, reached
 
     other = "qwen2.5-coder-3b"

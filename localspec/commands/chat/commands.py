@@ -39,9 +39,11 @@ from localspec.commands.chat.typesetter import Style, code_blocks
 from localspec.engine.options import draft_specs, with_free
 from localspec.engine.request import Reply
 from localspec.errors import LocalspecError, UsageError, line_of, nearest
+from localspec.model_files.catalog import Catalog
 from localspec.prompts.thinking import THINK
 from localspec.report.model import Lines
 from localspec.report.model import Table as Grid
+from localspec.report.renderers import Screen
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
 from localspec.spec_decode.drafters.names import CORPUS, is_corpus
 from localspec.spec_decode.rounds import PromptProgress, SpecStats
@@ -336,8 +338,6 @@ def _remembered(chat: Chat, name: str, value: str | None) -> str:
 
 
 def _stats(chat: Chat, argument: str) -> None:
-    from localspec.report.renderers import Screen
-
     answers = [record.stats for record in chat.records if record.stats]
     if not answers:
         raise UsageError("there are no figures yet: ask something first")
@@ -484,8 +484,6 @@ def _retry(chat: Chat, argument: str) -> None:
 
 
 def _models() -> Iterable[str]:
-    from localspec.model_files.catalog import Catalog
-
     return ["auto", "none", "ngram", "head", "mtp", "early-exit", ONLY, *Catalog.load()]
 
 
