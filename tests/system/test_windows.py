@@ -161,7 +161,7 @@ def test_ctrl_c_during_a_trial_says_nothing_of_the_file(tiny: TinyFiles, monkeyp
     assert len(asked) == 2
 
 
-def test_a_chat_without_termios_and_the_command_of_its_editor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_without_termios(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "termios", None)
     with no_echo():
         pass
