@@ -262,7 +262,7 @@ def command(
                     given["model"] = used["model"]
                 module, _, name = runs.partition(":")
                 made = getattr(import_module(f"localspec.commands.{module}"), name) if runs else function
-                return int(made(**given))
+                return made(**given) or 0
 
             return run
 
