@@ -14,7 +14,7 @@ import numpy as np
 from localspec.backends.base import Capabilities, FloatArray, Forward, Model, Wanted
 from localspec.backends.best_rows import best_pays, head_pass
 from localspec.backends.mlx.architecture import ARCHITECTURES, Architecture, Attention, Header, read_attention
-from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm, owner
+from localspec.backends.mlx.library import NAME, binding, owner
 from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.weights import fill
@@ -192,7 +192,6 @@ def read_network(
     Raises:
         UnsupportedModel: a setting, tensor or tensor type that is not handled; the message names it.
     """
-    defer_mlx_lm()
     n_out = len(head.ids)
     with GGUFFile(head.path) as file:
         header = Header(file)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import Context, Forward, Model
-from localspec.backends.best_rows import LEAST, MOST, best_pays
-from localspec.backends.llama.binding import MOST_ROWS
+from localspec.backends.best_rows import LEAST, MOST, best_pays, by_token
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama.passes import BestLogits
 from localspec.sampling.sampling import top_k_ids
@@ -180,7 +179,7 @@ def test_mlx_finds_them_among_many(n_vocab: int) -> None:
     open_backend("mlx")
     import mlx.core as mx
 
-    from localspec.backends.mlx.model import largest, settled
+    from localspec.backends.mlx.model import largest
 
     rng = np.random.default_rng(n_vocab)
     rows = np.round(rng.standard_normal((4, n_vocab)) * 4, 1).astype(np.float32)
@@ -192,16 +191,19 @@ def test_mlx_finds_them_among_many(n_vocab: int) -> None:
         for row in rows:
             best = largest(mx.array(row[None]), n_best)
             assert best is not None
-            found, ordered = settled(best, n_best), np.sort(row)[::-1]
-            k = best.values.shape[1]
-            assert np.array_equal(np.sort(np.array(best.values)[0])[::-1], ordered[:k])
-            assert settled(best._replace(has_nan=mx.array(True)), n_best) is None
+            found, ordered = by_token(*map(np.array, best), n_best), np.sort(row)[::-1]
+            k = best[0].shape[1]
+            assert np.array_equal(np.sort(np.array(best[0])[0])[::-1], ordered[:k])
             assert (found is None) == (ordered[n_best - 1] == ordered[k - 1] > -np.inf)
             if found is not None:
                 (values,), (ids,) = found
                 assert (np.diff(ids) > 0).all()
                 assert np.array_equal(row[ids], values)
                 assert set(np.flatnonzero(row >= max(ordered[n_best - 1], -1e9))) <= set(ids)
+            row = np.where(np.arange(n_vocab) == 17, np.float32("nan"), row)
+            unsure = largest(mx.array(row[None]), n_best)
+            assert unsure is not None
+            assert by_token(*map(np.array, unsure), n_best) is None
 
 
 def test_it_is_used_where_it_takes_less_time(model: Model) -> None:

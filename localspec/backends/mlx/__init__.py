@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localspec.backends.base import Progress
-from localspec.backends.mlx.library import NAME, binding, defer_mlx_lm
+from localspec.backends.mlx.library import NAME, binding
 
 if TYPE_CHECKING:
     from localspec.backends.mlx.model import MLXModel
-
 
 __all__ = ["NAME", "binding", "load"]
 
@@ -30,7 +29,6 @@ def load(
     stay in the type that the model computes in (float32 on a CPU; see ``network.default_dtype``).
     """
     binding()
-    defer_mlx_lm()
     from localspec.backends.mlx.model import MLXModel
 
     return MLXModel(Path(path), n_gpu_layers=n_gpu_layers, kv_type=kv_type, progress=progress)

@@ -7,13 +7,13 @@ logits must be those of llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import UnsupportedModel
+from localspec.errors import UnsupportedModel, is_number, is_whole
 from localspec.model_files.gguf import GGUFFile
 
 _WITHOUT_EFFECT = {
@@ -48,27 +48,23 @@ class Header:
     def integer(self, key: str, default: int | None = None, *, but: int | None = None) -> int:
         """A whole number; a list with one number for each layer must repeat a single one, where it is not ``but``."""
         value = self._uniform(key, default, but)
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        if not is_whole(value):
             raise UnsupportedModel(f"{self.name}: {self._full(key)} is {value!r}, not a whole number")
         return int(value)
 
     def real(self, key: str, default: float | None = None) -> float:
         value = self._uniform(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        if not is_number(value):
             raise UnsupportedModel(f"{self.name}: {self._full(key)} is {value!r}, not a number")
         return float(value)
 
-    def text(self, key: str, default: str) -> str:
+    def field(self, key: str, default: Any = None) -> Any:
+        """A setting as it is stored."""
         self._read.add(key)
-        return str(self.file.field(key, default))
-
-    def flag(self, key: str, default: bool) -> bool:
-        self._read.add(key)
-        return bool(self.file.field(key, default))
+        return self.file.field(key, default)
 
     def list_or_integer(self, key: str, default: int) -> int | list[int]:
-        self._read.add(key)
-        value = self.file.field(key, default)
+        value = self.field(key, default)
         return [int(item) for item in value] if isinstance(value, np.ndarray) else int(value)
 
     def attending(self) -> list[int]:
@@ -86,8 +82,7 @@ class Header:
 
     def expect(self, key: str, *accepted: float) -> None:
         """Refuse a setting whose value would need code that is not there."""
-        self._read.add(key)
-        value = self.file.field(key)
+        value = self.field(key)
         if value is not None and not any(np.isclose(value, one) for one in accepted):
             raise UnsupportedModel(
                 f"{self.name}: {self._full(key)} = {value} is not handled by the mlx backend; use --backend llama-cpp"
@@ -108,8 +103,7 @@ class Header:
             )
 
     def _uniform(self, key: str, default: Any, but: int | None = None) -> Any:
-        self._read.add(key)
-        value = self.file.field(key, default)
+        value = self.field(key, default)
         if value is None:
             raise UnsupportedModel(f"{self.name} lacks the setting {self._full(key)}")
         if isinstance(value, np.ndarray):
@@ -134,20 +128,22 @@ _ATTENTION = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
 }
-MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_LLAMA = _ATTENTION | MLP | _NORMS
+_POST_NORM = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | {
-    f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")
-}
 
-_SHORT_CONVOLUTIONS = {
+
+def _feed_forward(path: str, suffix: str = "") -> dict[str, str]:
+    return {f"ffn_{part}{suffix}": f"{path}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+MLP = _feed_forward("mlp")
+_LLAMA = _ATTENTION | MLP | _NORMS
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | _feed_forward("mlp.switch_mlp", "_exps")
+
+_SHORT_CONVOLUTIONS = _ATTENTION | {
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm",
@@ -155,11 +151,11 @@ _SHORT_CONVOLUTIONS = {
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
 }
-_SHORT_KERNELS: dict[str, Callable[[Array], Array]] = {"shortconv.conv.weight": lambda stored: stored[:, :, None]}
 
 
-def _nothing(header: Header) -> dict[str, Any]:
-    return {}
+def _as_kernels(stored: Array) -> Array:
+    """Stored as [channels, kernel]."""
+    return stored[:, :, None]
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ class Architecture:
     module: str  # of ``mlx_lm.models``
     blocks: Mapping[str, str]  # ``blk.N.<key>.weight`` or ``.bias`` -> path of the submodule or parameter in layer N
     # Settings -> arguments of the class beyond ``common_arguments``, which they replace.
-    arguments: Callable[[Header], dict[str, Any]] = _nothing
+    arguments: Callable[[Header], dict[str, Any]] = lambda header: {}
     attention: bool = True  # whether it has attention heads and a rotary embedding
     # The rotary embedding turns neighbouring channels (llama.cpp's NORM): query and key rows were permuted for that.
     interleaved: bool = False
@@ -317,14 +313,8 @@ def _lfm2(header: Header) -> dict[str, Any]:
 
 def _lfm2moe(header: Header) -> dict[str, Any]:
     header.expect("expert_gating_func", 2)  # sigmoid
-    return _lfm2(header) | {
-        "num_experts": header.integer("expert_count"),
-        "num_experts_per_tok": header.integer("expert_used_count"),
-        "moe_intermediate_size": header.integer("expert_feed_forward_length"),
-        "num_dense_layers": header.integer("leading_dense_block_count"),
-        "norm_topk_prob": True,
-        "use_expert_bias": True,
-    }
+    n_dense = header.integer("leading_dense_block_count")
+    return _lfm2(header) | _experts(header) | {"num_dense_layers": n_dense, "use_expert_bias": True}
 
 
 def _llama(header: Header) -> dict[str, Any]:
@@ -338,19 +328,21 @@ def _olmo2(header: Header) -> dict[str, Any]:
     return {"attention_bias": False, "mlp_bias": False}
 
 
-def _qwen3moe(header: Header) -> dict[str, Any]:
-    header.expect("expert_weights_norm", 1)
-    header.expect("expert_weights_scale", 0, 1)
-    header.expect("expert_gating_func", 1)  # softmax
-    header.expect("expert_shared_count", 0)
+def _experts(header: Header) -> dict[str, Any]:
     return {
         "num_experts": header.integer("expert_count"),
         "num_experts_per_tok": header.integer("expert_used_count"),
         "moe_intermediate_size": header.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
+
+
+def _qwen3moe(header: Header) -> dict[str, Any]:
+    header.expect("expert_weights_norm", 1)
+    header.expect("expert_weights_scale", 0, 1)
+    header.expect("expert_gating_func", 1)  # softmax
+    header.expect("expert_shared_count", 0)
+    return _experts(header) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _glm4moe(header: Header) -> dict[str, Any]:
@@ -364,7 +356,7 @@ def _glm4moe(header: Header) -> dict[str, Any]:
         "n_shared_experts": header.integer("expert_shared_count") or None,
         "moe_intermediate_size": header.integer("expert_feed_forward_length"),
         "first_k_dense_replace": header.integer("leading_dense_block_count", 0),
-        "norm_topk_prob": header.flag("expert_weights_norm", False),
+        "norm_topk_prob": bool(header.field("expert_weights_norm")),
         "routed_scaling_factor": header.real("expert_weights_scale", 0.0) or 1.0,  # llama.cpp: zero is none
         "n_group": 1,
         "topk_group": 1,
@@ -384,7 +376,7 @@ def _mamba(header: Header) -> dict[str, Any]:
         "time_step_rank": header.integer("ssm.time_step_rank"),
         "use_bias": False,
         "use_conv_bias": True,
-        "use_bcdt_rms": header.flag("ssm.dt_b_c_rms", False),
+        "use_bcdt_rms": bool(header.field("ssm.dt_b_c_rms")),
         "mixer_rms_eps": header.real("attention.layer_norm_rms_epsilon"),
     }
 
@@ -419,13 +411,8 @@ def _check_sections(header: Header) -> None:
 def _qwen35moe(header: Header) -> dict[str, Any]:
     header.expect("expert_weights_norm", 1)
     header.expect("expert_weights_scale", 0, 1)
-    return _qwen35(header) | {
-        "num_experts": header.integer("expert_count"),
-        "num_experts_per_tok": header.integer("expert_used_count"),
-        "moe_intermediate_size": header.integer("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": header.integer("expert_shared_feed_forward_length"),
-        "norm_topk_prob": True,
-    }
+    n_shared = header.integer("expert_shared_feed_forward_length")
+    return _qwen35(header) | _experts(header) | {"shared_expert_intermediate_size": n_shared}
 
 
 def _value_heads(header: Header) -> list[int]:
@@ -441,12 +428,11 @@ def _all_heads(header: Header) -> list[int]:
     return [*range(n_before), *(n_before + head for head in _value_heads(header))]
 
 
-_QWEN35 = (
+_DELTA_NET = (
     _ATTENTION
     | _QK_NORMS
+    | _POST_NORM
     | {
-        "attn_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
         "attn_qkv": "linear_attn.in_proj_qkv",
         "attn_gate": "linear_attn.in_proj_z",
         "ssm_beta": "linear_attn.in_proj_b",
@@ -458,22 +444,34 @@ _QWEN35 = (
         "ssm_out": "linear_attn.out_proj",
     }
 )
-_DELTA_NET: dict[str, Callable[[Array], Array]] = {
-    "ssm_a": lambda stored: np.log(-stored),
-    "ssm_conv1d.weight": lambda stored: stored[:, :, None],
+_STATES: dict[str, Callable[[Array], Array]] = {
+    "ssm_a": lambda stored: np.log(-stored),  # stored as the (negative) matrix itself
+    "ssm_conv1d.weight": _as_kernels,
 }
 _DECAY = ("ssm_a", "ssm_dt.bias")  # their rounding would go into the state with every token
 _DELTA_HEADS: dict[str, tuple[int, Callable[[Header], list[int]]]] = {
-    "attn_qkv.weight": (0, _all_heads),
-    "ssm_conv1d.weight": (0, _all_heads),
-    "attn_gate.weight": (0, _value_heads),
-    "ssm_beta.weight": (0, _value_heads),
-    "ssm_alpha.weight": (0, _value_heads),
-    "ssm_dt.bias": (0, _value_heads),
-    "ssm_a": (0, _value_heads),
+    **dict.fromkeys(("attn_qkv.weight", "ssm_conv1d.weight"), (0, _all_heads)),
+    **dict.fromkeys(("attn_gate.weight", "ssm_beta.weight", "ssm_alpha.weight", *_DECAY), (0, _value_heads)),
     "ssm_out.weight": (-1, _value_heads),
 }
 
+_LFM2 = Architecture(
+    "lfm2",
+    _SHORT_CONVOLUTIONS | {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+    _lfm2,
+    converted={"shortconv.conv.weight": _as_kernels},
+    norm="embedding_norm",
+    top={"token_embd_norm": "embedding_norm"},
+)
+_QWEN35 = Architecture(
+    "qwen3_5",
+    _DELTA_NET | MLP,
+    _qwen35,
+    converted=_STATES,
+    rearranged=_DELTA_HEADS,
+    precise=_DECAY,
+    prefix="Text",
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", _LLAMA, shifted_norms=True),
@@ -482,12 +480,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ATTENTION
         | MLP
         | _QK_NORMS
-        | {
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        | _POST_NORM
+        | {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
         _gemma3,
         shifted_norms=True,
     ),
@@ -497,47 +491,30 @@ ARCHITECTURES: dict[str, Architecture] = {
         | MLP
         | _QK_NORMS
         | _EXPERTS
-        | {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
-        | {
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        },
+        | _feed_forward("mlp.shared_experts", "_shexp")
+        | _POST_NORM
+        | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
         _glm4moe,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
         _ATTENTION
-        | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
-        | {
-            "attn_norm": "input_layernorm",
-            "attn_sinks.weight": "self_attn.sinks",
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_gate_inp": "mlp.router",
-        },
+        | _POST_NORM
+        | _feed_forward("mlp.experts", "_exps")
+        | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
         _gpt_oss,
         stretched_windows=True,
     ),
     "granite": Architecture("granite", _LLAMA, _granite, interleaved=True),
-    "lfm2": Architecture(
-        "lfm2",
-        _SHORT_CONVOLUTIONS
-        | {"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
-        _lfm2,
-        converted=_SHORT_KERNELS,
-        norm="embedding_norm",
-        top={"token_embd_norm": "embedding_norm"},
-    ),
-    "lfm2moe": Architecture(
-        "lfm2_moe",
-        _SHORT_CONVOLUTIONS
-        | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
-        | {f"ffn_{part}_exps": f"feed_forward.switch_mlp.{part}_proj" for part in ("gate", "up", "down")}
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        module="lfm2_moe",
+        blocks=_SHORT_CONVOLUTIONS
+        | _feed_forward("feed_forward")
+        | _feed_forward("feed_forward.switch_mlp", "_exps")
         | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
-        _lfm2moe,
-        converted=_SHORT_KERNELS,
-        norm="embedding_norm",
-        top={"token_embd_norm": "embedding_norm"},
+        arguments=_lfm2moe,
     ),
     "llama": Architecture("llama", _LLAMA, _llama, interleaved=True, ignored=("attention.sliding_window",)),
     "mamba": Architecture(
@@ -554,11 +531,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         _mamba,
         attention=False,
-        converted={
-            # Stored as the (negative) matrix itself, and as [channels, kernel].
-            "ssm_a": lambda stored: np.log(-stored),
-            "ssm_conv1d.weight": lambda stored: stored[:, :, None],
-        },
+        converted=_STATES,
         trunk="backbone",
         embedding="embeddings",
         norm="norm_f",
@@ -584,26 +557,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture("qwen2", _LLAMA),
     "qwen3": Architecture("qwen3", _LLAMA | _QK_NORMS),
-    "qwen35": Architecture(
-        "qwen3_5",
-        _QWEN35 | MLP,
-        _qwen35,
-        converted=_DELTA_NET,
-        rearranged=_DELTA_HEADS,
-        precise=_DECAY,
-        prefix="Text",
-    ),
-    "qwen35moe": Architecture(
-        "qwen3_5",
-        _QWEN35
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35,
+        blocks=_DELTA_NET
         | _EXPERTS
-        | {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+        | _feed_forward("mlp.shared_expert", "_shexp")
         | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
-        _qwen35moe,
-        converted=_DELTA_NET | {"ffn_gate_inp_shexp.weight": lambda stored: stored.reshape(1, -1)},
-        rearranged=_DELTA_HEADS,
-        precise=_DECAY,
-        prefix="Text",
+        arguments=_qwen35moe,
+        converted=_STATES | {"ffn_gate_inp_shexp.weight": lambda stored: stored.reshape(1, -1)},
         ignored=("expert_gating_func", "expert_shared_count"),
     ),
     "qwen3moe": Architecture("qwen3_moe", _ATTENTION | _NORMS | _QK_NORMS | _EXPERTS, _qwen3moe),
@@ -612,14 +574,3 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 """GGUF architecture -> how it is computed."""
-
-
-def find_architecture(header: Header) -> Architecture:
-    """The entry for a file; UnsupportedModel where there is none."""
-    name = header.file.architecture
-    if name not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"{header.name}: the mlx backend does not know the architecture {name!r} "
-            f"(it knows {', '.join(sorted(ARCHITECTURES))}); use --backend llama-cpp"
-        )
-    return ARCHITECTURES[name]

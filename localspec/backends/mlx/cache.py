@@ -9,7 +9,7 @@ layer with a window is shown only those that its new tokens can see: rewinding i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -54,9 +54,12 @@ class Tree:
 class _Windowed:
     """Shows attention the rows that its new tokens can see, of all that are kept. Mixed into mlx-lm's caches."""
 
-    window: int | None
     offset: int
     tree: Tree | None = None
+
+    def __init__(self, window: int | None, **options: int) -> None:
+        super().__init__(**options)
+        self.window = window
 
     def _first_visible(self) -> int:
         """The oldest row that a token at position ``offset`` sees."""
@@ -85,17 +88,9 @@ class _Windowed:
 class PlainRows(_Windowed, KVCache):  # type: ignore[misc]
     """Keys and values of one layer, in the type they are computed in."""
 
-    def __init__(self, window: int | None) -> None:
-        super().__init__()
-        self.window = window
-
 
 class QuantizedRows(_Windowed, QuantizedKVCache):  # type: ignore[misc]
     """Keys and values of one layer, in ``bits`` bits with a scale and an offset for every ``KV_BLOCK`` of them."""
-
-    def __init__(self, window: int | None, bits: int) -> None:
-        super().__init__(group_size=KV_BLOCK, bits=bits)
-        self.window = window
 
 
 class LayerCaches:
@@ -107,17 +102,16 @@ class LayerCaches:
         self.clear()
 
     def clear(self) -> None:
-        network, bits = self._network, self._bits
         self.n_past = 0
         self._checkpoints: dict[int, list[list[Any]]] = {}
-
-        def empty(window: int | None, n_arrays: int) -> Any:
+        self.layers: list[Any] = []  # a cache for each, as mlx-lm's models take them
+        for window, n_arrays in zip(self._network.layer_windows, self._network.layer_states, strict=True):
             if n_arrays:
-                return ArraysCache(n_arrays)
-            return PlainRows(window) if bits is None else QuantizedRows(window, bits)
-
-        # A cache for each, as mlx-lm's models take them.
-        self.layers = [empty(*kind) for kind in zip(network.layer_windows, network.layer_states, strict=True)]
+                self.layers.append(ArraysCache(n_arrays))
+            elif self._bits is None:
+                self.layers.append(PlainRows(window))
+            else:
+                self.layers.append(QuantizedRows(window, group_size=KV_BLOCK, bits=self._bits))
         self._states = [layer for layer in self.layers if isinstance(layer, ArraysCache)]
         self._rows = [layer for layer in self.layers if not isinstance(layer, ArraysCache)]
 
@@ -131,13 +125,12 @@ class LayerCaches:
     def rewind(self, n: int) -> None:
         """Keep at most the first n tokens: exactly those, or as many of them as a checkpoint allows."""
         if self._states and n < self.n_past:
-            usable = {position: state for position, state in self._checkpoints.items() if position <= n}
-            if not usable:
+            self._checkpoints = {position: state for position, state in self._checkpoints.items() if position <= n}
+            if not self._checkpoints:
                 self.clear()
                 return
-            self._checkpoints = usable
-            n = max(usable)
-            for layer, state in zip(self._states, usable[n], strict=True):
+            n = max(self._checkpoints)
+            for layer, state in zip(self._states, self._checkpoints[n], strict=True):
                 layer.cache = list(state)
         for layer in self._rows:
             layer.offset = min(layer.offset, n)  # rows that no path of a tree was kept of go too
@@ -168,10 +161,10 @@ class LayerCaches:
     def _named(self) -> Iterator[tuple[str, mx.array, bool]]:
         """Each array with its name, and whether it has a row for each token."""
         for i, layer in enumerate(self.layers):
-            is_state = isinstance(layer, ArraysCache)
-            parts = layer.cache if is_state else [layer.keys, layer.values]
+            has_rows = not isinstance(layer, ArraysCache)
+            parts = [layer.keys, layer.values] if has_rows else layer.cache
             for name, array in tree_flatten([part for part in parts if part is not None]):
-                yield f"{i}.{name}", array, not is_state
+                yield f"{i}.{name}", array, has_rows
 
     @property
     def n_bytes(self) -> int:
@@ -189,7 +182,7 @@ class LayerCaches:
             exported[name] = np.array(used.view(mx.uint16) if used.dtype == mx.bfloat16 else used)
         return exported
 
-    def restore(self, arrays: dict[str, npt.NDArray[Any]], n_past: int, like: LayerCaches) -> None:
+    def restore(self, arrays: Mapping[str, npt.NDArray[Any]], n_past: int, like: LayerCaches) -> None:
         """Hold what ``export`` gave of ``n_past`` tokens; EngineError where the arrays do not fit ``like``, a memory of
         the same model that holds one token."""
         self.clear()
@@ -200,13 +193,11 @@ class LayerCaches:
             raise EngineError("the saved state belongs to another model or cache type")
         taken: dict[str, mx.array] = {}
         for name, (template, has_rows) in wanted.items():
-            is_bfloat16 = template.dtype == mx.bfloat16
             array = mx.array(arrays[name])
-            array = array.view(mx.bfloat16) if is_bfloat16 and array.dtype == mx.uint16 else array
-            shape = list(template.shape)
-            if has_rows:
-                shape[-2] = n_past
-            if list(array.shape) != shape or array.dtype != template.dtype:
+            if template.dtype == mx.bfloat16 and array.dtype == mx.uint16:
+                array = array.view(mx.bfloat16)
+            *before, n_rows, width = template.shape
+            if array.shape != (*before, n_past if has_rows else n_rows, width) or array.dtype != template.dtype:
                 raise EngineError("the saved state does not have the shape that this model needs")
             taken[name] = array
         for i, layer in enumerate(self.layers):

@@ -12,30 +12,25 @@ from concurrent.futures import Future
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec, module_from_spec
-from types import ModuleType
 from typing import Any, TypeVar
-
-import mlx.core as mx
 
 from localspec.errors import Closed, EngineUnavailable
 from localspec.system.process import at_end, in_child
 
 NAME = "mlx"
 
-_NEEDS = ("mlx", "mlx-lm", "tokenizers")
-
 
 class MLXLibrary:
     """MLX as it is installed here."""
 
     def __init__(self) -> None:
-        if not runs_here():
+        if not (sys.platform == "linux" or (sys.platform == "darwin" and platform.machine() == "arm64")):
             raise EngineUnavailable("MLX runs on Apple silicon, and on Linux for tests")
         if sys.platform != "darwin":
             # The CPU build compiles fused kernels with a C++ compiler that need not be there, and gains little.
             os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
         try:
-            versions = {name: metadata.version(name) for name in _NEEDS}
+            versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm", "tokenizers")}
             import mlx.core as mx
         except metadata.PackageNotFoundError as error:
             raise EngineUnavailable(
@@ -45,14 +40,10 @@ class MLXLibrary:
             raise EngineUnavailable(
                 f"MLX cannot load its library ({error}); install it with: pip install 'localspec[mlx]'"
             ) from None
+        _defer_mlx_lm()
         self.version = f"{versions['mlx']} (mlx-lm {versions['mlx-lm']})"  # mlx-lm's model classes are used
         self.gpu = bool(mx.metal.is_available())
         self.built_for = ["Metal"] if self.gpu else ["CPU: slow, for tests only"]
-
-
-def runs_here() -> bool:
-    """Whether there are builds of MLX for this kind of machine."""
-    return sys.platform == "linux" or (sys.platform == "darwin" and platform.machine() == "arm64")
 
 
 @cache
@@ -61,7 +52,7 @@ def binding() -> MLXLibrary:
     return MLXLibrary()
 
 
-def defer_mlx_lm() -> None:
+def _defer_mlx_lm() -> None:
     """Make ``import mlx_lm.models.…`` skip the package's own imports until another of its names is looked at.
 
     They bring in transformers, which takes seconds; the model classes and caches need none of that.
@@ -69,10 +60,10 @@ def defer_mlx_lm() -> None:
     if "mlx_lm" in sys.modules:
         return
     spec = find_spec("mlx_lm")
-    if spec is None or spec.loader is None:
-        raise EngineUnavailable("mlx-lm is not installed; install it with: pip install 'localspec[mlx]'")
-    package: ModuleType = module_from_spec(spec)
+    assert spec is not None
     loader = spec.loader
+    assert loader is not None
+    package = module_from_spec(spec)
 
     def load_then_get(name: str) -> Any:
         if name.startswith("__") and name != "__version__":
@@ -136,6 +127,8 @@ class OwnerThread:
         )
 
     def _work(self) -> None:
+        import mlx.core as mx
+
         while (item := self._waiting.get()) is not None:
             function, future = item
             try:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from inspect import signature
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +28,6 @@ from localspec.backends.base import (
     Progress,
     SequenceBatch,
     SequencesInTurn,
-    TokenIds,
     Wanted,
     joined,
     layer_name,
@@ -57,16 +58,9 @@ from localspec.model_files.nextn import has_layer
 _BLOCK = 128
 
 
-class Largest(NamedTuple):
-    """Of a pass, before it is computed."""
-
-    values: mx.array  # the k largest logits of each row, in any order [n_rows, k]
-    ids: mx.array  # their tokens [n_rows, k]
-    has_nan: mx.array  # whether a logit, of all of them, is NaN
-
-
-def largest(logits: mx.array, n_best: int) -> Largest | None:
-    """The largest of logits [n_rows, n_vocab], ``n_best`` (over 0) or more of each row; None where rows must be whole.
+def largest(logits: mx.array, n_best: int) -> tuple[mx.array, mx.array] | None:
+    """The largest of logits [n_rows, n_vocab], ``n_best`` (over 0) or more of each row, and their tokens, in any order
+    [n_rows, k]; NaN where any logit is. None where rows must be whole.
 
     A GPU sorts all of a row to partition it. The k largest logits are in the k blocks with the largest maxima, so only
     maxima and k blocks are sorted; among equals at the end some may then be missing, as ever.
@@ -77,30 +71,17 @@ def largest(logits: mx.array, n_best: int) -> Largest | None:
         return None
     n_blocks = n_vocab // _BLOCK
     if n_blocks <= k:
-        ids = _places(logits, k)
-        values = mx.take_along_axis(logits, ids, axis=-1)
+        candidates = mx.broadcast_to(mx.arange(n_vocab), logits.shape)
     else:
         blocks = logits[:, : n_blocks * _BLOCK].reshape(n_rows, n_blocks, _BLOCK)
-        near = _places(blocks.max(axis=-1), k)  # [n_rows, k]
+        near = mx.argpartition(blocks.max(axis=-1), -k, axis=-1)[:, -k:]
         rest = mx.arange(n_blocks * _BLOCK, n_vocab, dtype=near.dtype)
         inside = near[..., None] * _BLOCK + mx.arange(_BLOCK, dtype=near.dtype)
         candidates = mx.concatenate([inside.reshape(n_rows, -1), mx.broadcast_to(rest, (n_rows, len(rest)))], axis=-1)
-        found = mx.take_along_axis(logits, candidates, axis=-1)
-        at = _places(found, k)
-        ids, values = mx.take_along_axis(candidates, at, axis=-1), mx.take_along_axis(found, at, axis=-1)
-    return Largest(values, ids, mx.isnan(logits).any())
-
-
-def _places(values: mx.array, k: int) -> mx.array:
-    """Where the k largest numbers of each row are [n_rows, k]."""
-    return mx.argpartition(values, -k, axis=-1)[..., -k:]
-
-
-def settled(best: Largest, n_best: int) -> tuple[FloatArray, TokenIds] | None:
-    """Of a pass that was computed, see ``best_rows.by_token``; None also where any logit is NaN."""
-    if best.has_nan.item():
-        return None
-    return by_token(np.array(best.values, copy=False), np.array(best.ids, copy=False), n_best)
+    found = mx.take_along_axis(logits, candidates, axis=-1)
+    at = mx.argpartition(found, -k, axis=-1)[:, -k:]
+    values = mx.where(mx.isnan(logits).any(), mx.nan, mx.take_along_axis(found, at, axis=-1))
+    return values, mx.take_along_axis(candidates, at, axis=-1)
 
 
 # -- one sequence ------------------------------------------------------------------------------------------------------
@@ -163,12 +144,7 @@ class MLXContext(Context):
         self._owner.run(lambda: self.memory.keep(path))
 
     def _in_pieces(
-        self,
-        tokens: Sequence[int],
-        logits: Wanted,
-        rows: FloatArray | None = None,
-        n_layers: int | None = None,
-        n_best: int = 0,
+        self, tokens: Sequence[int], logits: Wanted, rows: FloatArray | None = None, **options: int
     ) -> Forward:
         self._catch_up()
         if self._partial is None:  # nothing ever goes on from rows of the first layers
@@ -180,20 +156,12 @@ class MLXContext(Context):
             end = min(start + self._n_chunk, len(tokens))
             wanted = logits if end == len(tokens) or logits == "all" else "none"
             piece = None if rows is None else rows[start:end]
-            forwards.append(self._pass(tokens[start:end], wanted, piece, n_layers, n_best))
+            forwards.append(self._pass(tokens[start:end], wanted, piece, **options))
         return joined(forwards)
 
-    def _pass(
-        self,
-        tokens: Sequence[int],
-        wanted: Wanted,
-        rows: FloatArray | None = None,
-        n_layers: int | None = None,
-        n_best: int = 0,
-    ) -> Forward:
-        part = (self, tokens, wanted)
-        (forward,) = self._owner.run(lambda: compute([part], rows=rows, n_layers=n_layers, n_best=n_best))
-        return forward
+    def _pass(self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None = None, **options: int) -> Forward:
+        """One pass; ``options`` as for ``compute``."""
+        return self._owner.run(lambda: compute([(self, tokens, wanted)], rows=rows, **options))[0]
 
     def lose_memory(self) -> None:
         """Half of the layers may have got their rows: start over, from the tokens, with the next pass."""
@@ -221,15 +189,14 @@ class MLXContext(Context):
         return self._owner.run(lambda: self.memory.n_bytes)
 
     def _import(self, state: ContextState) -> None:
-        arrays, self._first_float = dict(state.arrays), None
-        self._owner.run(lambda: self.memory.restore(arrays, len(state.tokens), self._sample()))
+        self._first_float = None
 
-    def _sample(self) -> LayerCaches:
-        """A memory of this model with one token in it."""
-        sample = LayerCaches(self.model.network, self.model.kv_type)
-        self.model.network.hidden(mx.array([[0]]), sample.layers)
-        sample.n_past = 1
-        return sample
+        def restored() -> None:
+            sample = LayerCaches(self.model.network, self.model.kv_type)
+            self.model.network.hidden(mx.array([[0]]), sample.layers)
+            self.memory.restore(state.arrays, len(state.tokens), sample)
+
+        self._owner.run(restored)
 
     def _close(self) -> None:
         with suppress(Closed):  # the end of the program frees it
@@ -266,7 +233,7 @@ def compute(
         places.append((slice(n - len(fed), n), range(n - n_wanted(logits, len(fed)), n)))
     n, chosen = len(tokens), [row for _, wanted in places for row in wanted]
     mx.set_default_device(model.device)
-    best: Largest | None = None
+    best: tuple[mx.array, mx.array] | None = None
     try:
         floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
         ids = mx.array([tokens]) if rows is None or network.reads_tokens_too else mx.zeros((1, n), mx.int32)
@@ -286,7 +253,7 @@ def compute(
             found |= {} if best is not None else {"logits": whole}
         found = {name: array.astype(mx.float32) for name, array in found.items()}
         mx.eval(found, best or (), [memory.arrays() for memory in memories])
-        cut = None if best is None else settled(best, n_best)
+        cut = None if best is None else by_token(np.array(best[0], copy=False), np.array(best[1], copy=False), n_best)
         if best is not None and cut is None:
             found["logits"] = whole  # computed already
     except (RuntimeError, ValueError, MemoryError) as error:
@@ -336,10 +303,12 @@ class MLXSequences(SequencesInTurn):
         try:
             for context in contexts:
                 context._catch_up()
-            for parts in _passes(pieces, N_CHUNK[self.model.capabilities.device]):
-                fed = [(contexts[number], tokens, logits) for number, (_, tokens, logits) in parts]
+            for n_before, parts in enumerate(_passes(pieces, contexts[0]._n_chunk)):
+                if n_before and self.interrupted is not None and self.interrupted():
+                    raise Cancelled("decoding was stopped")
+                fed = [(contexts[number], tokens, logits) for number, tokens, logits in parts]
                 forwards = self.model.owner.run(lambda fed=fed: compute(fed))  # type: ignore[misc]
-                for (number, _), forward in zip(parts, forwards, strict=True):
+                for (number, _, _), forward in zip(parts, forwards, strict=True):
                     found[number].append(forward)
         except BaseException:
             for context in contexts:
@@ -350,22 +319,16 @@ class MLXSequences(SequencesInTurn):
         return [joined(forwards) for forwards in found]
 
 
-def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, Piece]]]:
-    """The pieces in passes of at most so many rows: in each, parts of pieces with the pieces' numbers."""
-    parts: list[tuple[int, Piece]] = []
-    room = n_chunk
-    for number, (sequence, tokens, logits) in enumerate(pieces):
-        start = 0
-        while start < len(tokens):
-            end = min(start + room, len(tokens))
-            wanted = logits if end == len(tokens) or logits == "all" else "none"
-            parts.append((number, Piece(sequence, tokens[start:end], wanted)))
-            room -= end - start
-            start = end
-            if not room:
-                yield parts
-                parts, room = [], n_chunk
-    if parts:
+def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, Sequence[int], Wanted]]]:
+    """The pieces in passes of at most so many rows: in each, parts of pieces behind the pieces' numbers."""
+    rows = [(number, at) for number, piece in enumerate(pieces) for at in range(len(piece.tokens))]
+    for start in range(0, len(rows), n_chunk):
+        parts: list[tuple[int, Sequence[int], Wanted]] = []
+        for number, group in groupby(rows[start : start + n_chunk], key=itemgetter(0)):
+            places, (_, tokens, logits) = [at for _, at in group], pieces[number]
+            end = places[-1] + 1
+            wanted: Wanted = logits if end == len(tokens) or logits == "all" else "none"
+            parts.append((number, tokens[places[0] : end], wanted))
         yield parts
 
 
@@ -401,10 +364,7 @@ def divided(network: Network, parts: Sequence[Part]) -> Iterator[None]:
 
 def _masks(caches: Sequence[Any], n: int) -> list[Any]:
     """For each layer what the next n rows of a sequence see, made once for all layers that see the same."""
-    of_window: dict[int | None, Any] = {}
-    for cache in caches:
-        if cache.window not in of_window:
-            of_window[cache.window] = cache.make_mask(n)
+    of_window = {window: cache.make_mask(n) for window, cache in {cache.window: cache for cache in caches}.items()}
     return [of_window[cache.window] for cache in caches]
 
 
@@ -521,10 +481,9 @@ def device_for(file: GGUFFile, n_gpu_layers: int | None) -> mx.Device:
         EngineUnavailable: there is no GPU.
         UsageError: a part of it was asked for.
     """
-    gpu = binding().gpu
     if not n_gpu_layers:
-        return mx.Device(mx.gpu if gpu and n_gpu_layers is None else mx.cpu)
-    if not gpu:
+        return mx.Device(mx.gpu if binding().gpu and n_gpu_layers is None else mx.cpu)
+    if not binding().gpu:
         raise EngineUnavailable("MLX has no GPU here; omit --gpu-layers, or use --backend llama-cpp")
     n_layer = file.field("block_count", 0)
     if 0 < n_gpu_layers < n_layer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any, cast
 
@@ -14,14 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import NEXTN, NORM, Progress, layer_name
-from localspec.backends.mlx.architecture import (
-    Architecture,
-    Header,
-    common_arguments,
-    find_architecture,
-    read_attention,
-)
-from localspec.backends.mlx.library import defer_mlx_lm
+from localspec.backends.mlx.architecture import ARCHITECTURES, Architecture, Header, common_arguments, read_attention
 from localspec.backends.mlx.weights import ROPE_TENSORS, fill
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
@@ -39,20 +33,23 @@ class RopeScaling:
     magnitude: float = 1.0  # queries and keys are multiplied by it
     yarn: bool = False  # whether high frequencies are left alone, by YaRN's ramp (arXiv:2309.00071, section 3.2)
     n_ctx_original: int = 0  # the context length before stretching, for YaRN
-    beta_fast: float = 32.0  # rotations over the original context above which a frequency is left alone
-    beta_slow: float = 1.0  # rotations below which it is fully interpolated
+
+
+# Rotations over the original context above which YaRN leaves a frequency alone, and below which it interpolates fully
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
 
 
 class Rope(nn.Module):  # type: ignore[misc]
     """A drop-in for mlx-lm's rotary embeddings, of ``dims`` of a head's channels; where ``interleaved`` neighbouring
     channels are a pair (llama.cpp's NORM) instead of i and i + dims/2 (NEOX)."""
 
-    def __init__(self, dims: int, base: float, *, interleaved: bool, scaling: RopeScaling | None = None) -> None:
+    def __init__(self, dims: int, base: float, *, interleaved: bool, scaling: RopeScaling) -> None:
         super().__init__()
-        scaling = scaling or RopeScaling()
         self.dims = dims
         self.interleaved = interleaved
-        self.magnitude = scaling.magnitude * _yarn_magnitude(scaling)
+        self.magnitude = scaling.magnitude
+        if scaling.yarn and scaling.factor > 1:
+            self.magnitude *= 1 + 0.1 * math.log(scaling.factor)
         # The underscore keeps it out of the module's parameters.
         self._periods = mx.array(periods(dims, base, scaling).astype(np.float32))
         self._depths: mx.array | None = None
@@ -63,20 +60,14 @@ class Rope(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """Turn x [1, n_heads, n, width] by the positions from ``offset`` on."""
-        if self._depths is not None:  # each row is a batch of its own
-            rows = self._turned(x.swapaxes(0, 2), offset + self._depths)
-            return rows.swapaxes(0, 2)
-        return self._turned(x, offset)
-
-    def _turned(self, x: mx.array, offset: int | mx.array) -> mx.array:
         if self.magnitude != 1.0:
-            if self.dims == x.shape[-1]:
-                x = x * self.magnitude
-            else:
-                x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
-        return mx.fast.rope(
-            x, self.dims, traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=self._periods
-        )
+            turned = x[..., : self.dims] * self.magnitude
+            x = turned if turned.shape == x.shape else mx.concatenate([turned, x[..., self.dims :]], axis=-1)
+        how: dict[str, Any] = {"traditional": self.interleaved, "base": None, "scale": 1.0, "freqs": self._periods}
+        if self._depths is None:
+            return mx.fast.rope(x, self.dims, offset=offset, **how)
+        # Each row is a batch of its own.
+        return mx.fast.rope(x.swapaxes(0, 2), self.dims, offset=offset + self._depths, **how).swapaxes(0, 2)
 
 
 def periods(dims: int, base: float, scaling: RopeScaling) -> npt.NDArray[np.float64]:
@@ -92,14 +83,10 @@ def periods(dims: int, base: float, scaling: RopeScaling) -> npt.NDArray[np.floa
         """The pair of channels that turns so often over the original context."""
         return dims * math.log(scaling.n_ctx_original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(0.0, math.floor(channel(scaling.beta_fast)))
-    high = min(dims - 1.0, math.ceil(channel(scaling.beta_slow)))
+    low = max(0.0, math.floor(channel(_BETA_FAST)))
+    high = min(dims - 1.0, math.ceil(channel(_BETA_SLOW)))
     kept = 1 - np.clip((np.arange(dims // 2) - low) / max(0.001, high - low), 0, 1)
     return np.asarray(1 / ((1 - kept) / stretched + kept / plain))
-
-
-def _yarn_magnitude(scaling: RopeScaling) -> float:
-    return 1 + 0.1 * math.log(scaling.factor) if scaling.yarn and scaling.factor > 1 else 1.0
 
 
 # -- the network -------------------------------------------------------------------------------------------------------
@@ -150,8 +137,6 @@ class Network:
             rows: what the first layer takes instead of the tokens' embeddings [1, n, n_embd].
             n_layers: go no further than so many; "norm" has no meaning then.
         """
-        if not names and rows is None and n_layers is None:
-            return {NORM: self.hidden(tokens, cache)}
         states: dict[str, mx.array] = {}
         layers: list[Any] = self._trunk["layers"]
         originals = list(layers)
@@ -167,9 +152,13 @@ class Network:
             layers[:] = originals
         return states
 
+    @cached_property
+    def _ropes(self) -> list[Rope]:
+        return [module for module in self.module.modules() if isinstance(module, Rope)]
+
     def branch(self, depths: Sequence[int] | None) -> None:
         """The rows of the passes to come are so far behind the memory; None ends that. See ``Rope.branch``."""
-        for rope in {id(rope): rope for layer in self.module.layers if (rope := _rope_of(layer)) is not None}.values():
+        for rope in self._ropes:
             rope.branch(depths)
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -182,11 +171,6 @@ def mlx_caches(module: nn.Module) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
     return list(make_prompt_cache(module))
-
-
-def _rope_of(layer: Any) -> Rope | None:
-    rope = getattr(getattr(layer, "self_attn", None), "rope", None)
-    return rope if isinstance(rope, Rope) else None
 
 
 class _Tap:
@@ -250,7 +234,12 @@ def fits_float16(network: Network) -> bool:
 
 def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network:
     header = Header(file)
-    architecture = find_architecture(header)
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None:
+        raise UnsupportedModel(
+            f"{header.name}: the mlx backend does not know the architecture {file.architecture!r} "
+            f"(it knows {', '.join(sorted(ARCHITECTURES))}); use --backend llama-cpp"
+        )
     tied = "output.weight" not in file.tensors
     n_vocab = file.tensors["token_embd.weight"].shape[-1]
     arguments = common_arguments(header, architecture, n_vocab, tied)
@@ -258,7 +247,6 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
     header.ignore(architecture.ignored)
     header.refuse_unread()
 
-    defer_mlx_lm()
     models = import_module(f"mlx_lm.models.{architecture.module}")
     args = getattr(models, f"{architecture.prefix}ModelArgs").from_dict(arguments)
     _check_head_size(header, architecture, args)
@@ -272,6 +260,8 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
     fill(file, architecture, module, dtype, progress, blocks)
 
     trunk: nn.Module = module[architecture.trunk]
+    project: Callable[[mx.array], mx.array] = trunk[architecture.embedding].as_linear if tied else module.lm_head
+    divisor = getattr(args, "logits_scaling", 1.0)
     return Network(
         module=module,
         architecture=file.architecture,
@@ -283,7 +273,7 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
         layer_states=tuple(len(getattr(cache, "cache", ())) for cache in mlx_caches(module)),
         max_context=max_context,
         _trunk=trunk,
-        _head=_make_head(module, architecture, args, tied),
+        _head=project if divisor == 1.0 else lambda hidden: project(hidden) / divisor,
     )
 
 
@@ -300,7 +290,7 @@ def _check_head_size(header: Header, architecture: Architecture, args: Any) -> N
 
 def rope_scaling(header: Header) -> tuple[RopeScaling, int | None]:
     """How positions are scaled, and the context length up to which that holds."""
-    kind = header.text("rope.scaling.type", "linear")
+    kind = str(header.field("rope.scaling.type", "linear"))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise UnsupportedModel(f"{header.name}: unknown rope scaling {kind!r}; use --backend llama-cpp")
     factor = header.real("rope.scaling.factor", 0.0) or 1.0
@@ -336,7 +326,7 @@ def install_rope(
     windows = _windows(module)
     everywhere = Rope(attention.d_rope, base, interleaved=architecture.interleaved, scaling=scaling)
     local_base = getattr(args, "rope_local_base_freq", base)
-    local_scaling = scaling if architecture.stretched_windows else None
+    local_scaling = scaling if architecture.stretched_windows else RopeScaling()
     local = Rope(attention.d_rope, local_base, interleaved=architecture.interleaved, scaling=local_scaling)
     for i, layer in enumerate(module.layers):
         if "self_attn" in layer and not architecture.without_rope(i):
@@ -345,10 +335,3 @@ def install_rope(
 
 def _windows(module: nn.Module) -> tuple[int | None, ...]:
     return tuple(getattr(cache, "max_size", None) for cache in mlx_caches(module))
-
-
-def _make_head(module: nn.Module, architecture: Architecture, args: Any, tied: bool) -> Callable[[mx.array], mx.array]:
-    embedding = module[architecture.trunk][architecture.embedding]
-    project: Callable[[mx.array], mx.array] = embedding.as_linear if tied else module.lm_head
-    divisor = getattr(args, "logits_scaling", 1.0)
-    return project if divisor == 1.0 else lambda hidden: project(hidden) / divisor

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,34 +18,14 @@ from mlx.utils import tree_flatten
 from localspec.backends.base import Progress
 from localspec.backends.mlx.architecture import Architecture, Header
 from localspec.errors import EngineError, UnsupportedModel
-from localspec.model_files.gguf import GGUFFile, TensorInfo, dequantised
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, TensorInfo, dequantised
 
 # GGML's quantised blocks rewritten as MLX's affine groups: ``value = scale * code + bias``. MXFP4 both have.
 #
 # A ggml row is a chain of blocks, each with its own scales; MLX keeps the codes of a row in one little-endian bit
 # stream, and the scale and bias of every group of 32, 64 or 128 values apart. Most of ggml's types are affine in groups
-# of 32 and change their layout only:
-#
-# =========  ====  =====  =================================================================================
-# type       bits  group  why
-# =========  ====  =====  =================================================================================
-# Q4_0       4     32     d(q - 8), so the bias is -8d
-# Q4_1       4     32     dq + m
-# Q5_0       5     32     d(q - 16)
-# Q5_1       5     32     dq + m
-# Q8_0       8     32     dq with q in -128..127, stored as q + 128
-# Q4_K       4     32     (d·s)q - dmin·m: products of a half and 6 bits, exact in float32
-# Q5_K       5     32     as Q4_K
-# Q3_K       8     128    d·(s·q): s·q is an integer in -124..128, which is 8 bits for the whole group
-# IQ4_NL     8     32     d·v, with v one of 16 values in -127..113
-# IQ4_XS     8     32     (d·s)v, as IQ4_NL
-# MXFP4      4     32     MLX's mode of that name: the same codes in another order, and the same power of two
-# Q6_K       8     32     not exact: scales for 16 values each. See ``_q6_k``
-# Q2_K       8     32     not exact: as Q6_K. See ``_q2_k``
-# =========  ====  =====  =================================================================================
-#
-# The exact ones are the dequantised values to the last bit when computed in float32. ggml's reference is
-# ``ggml-quants.c`` of llama.cpp; the tests hold all of this against gguf-py's dequantiser.
+# of 32 and change their layout only: the dequantised values are the same to the last bit when computed in float32.
+# ggml's reference is ``ggml-quants.c`` of llama.cpp; the tests hold all of this against gguf-py's dequantiser.
 
 # NumPy's annotations take `uint8_array & 15` for signed numbers of any width, so these say less than they mean.
 Bytes = npt.NDArray[Any]  # uint8
@@ -52,9 +33,8 @@ Floats = npt.NDArray[Any]  # float32
 # Codes [n_blocks, block], scales and biases [n_blocks, block / group]; MXFP4's scales are exponents, without biases.
 Unpacked = tuple[Bytes, Floats | Bytes, Floats | None]
 
-_IQ4_VALUES = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int16
-)  # fmt: skip
+_IQ4_CODES = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=np.uint8)
+"""What IQ4's codes stand for, plus 128."""
 _CHUNK = 1 << 18
 """Values unpacked at a time by a thread: the working memory, some 20 bytes for each, stays in the CPU's caches."""
 _N_THREADS = min(8, os.cpu_count() or 1)
@@ -64,13 +44,12 @@ _N_THREADS = min(8, os.cpu_count() or 1)
 class BlockType:
     """How a quantised ggml type is represented."""
 
-    name: str  # ggml's name
     block: int  # values in a block
     n_bytes: int  # of a block
     bits: int  # of a code in MLX
     group: int  # values that share a scale and a bias in MLX
     unpack: Callable[[Bytes], Unpacked]  # blocks [n_blocks, n_bytes] -> ``Unpacked``
-    mode: str = "affine"  # MLX's name of what codes and scales mean
+    mode: str  # MLX's name of what codes and scales mean
 
 
 def repack(kind: BlockType, rows: Bytes) -> tuple[npt.NDArray[np.uint32], Floats | Bytes, Floats | None]:
@@ -139,27 +118,18 @@ def _nibbles(bytes_: Bytes) -> Bytes:
     return halves.reshape(*bytes_.shape[:-1], -1)
 
 
-def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
-    """32 single bits from 4 bytes, each as 0 or 16 [n_blocks, 32]."""
-    return np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little") << 4
+def _q4_or_q5(zero: int, *, fifth: bool) -> Callable[[Bytes], Unpacked]:
+    """Values d(q - zero), or dq + m where ``zero`` is 0; ``fifth`` bits lie in 4 bytes before the nibbles."""
 
+    def unpack(blocks: Bytes) -> Unpacked:
+        d, at = _halves(blocks, 0), 2 if zero else 4
+        codes = _nibbles(blocks[:, at + 4 * fifth :])
+        if fifth:
+            bits = np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little")
+            codes |= bits << 4
+        return codes, d, -zero * d if zero else _halves(blocks, 2)
 
-def _q4_0(blocks: Bytes) -> Unpacked:
-    d = _halves(blocks, 0)
-    return _nibbles(blocks[:, 2:]), d, -8 * d
-
-
-def _q4_1(blocks: Bytes) -> Unpacked:
-    return _nibbles(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2)
-
-
-def _q5_0(blocks: Bytes) -> Unpacked:
-    d = _halves(blocks, 0)
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2), d, -16 * d
-
-
-def _q5_1(blocks: Bytes) -> Unpacked:
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _halves(blocks, 0), _halves(blocks, 2)
+    return unpack
 
 
 def _q8_0(blocks: Bytes) -> Unpacked:
@@ -169,15 +139,11 @@ def _q8_0(blocks: Bytes) -> Unpacked:
 
 def _iq4_nl(blocks: Bytes) -> Unpacked:
     d = _halves(blocks, 0)
-    return _iq4_codes(blocks[:, 2:]), d, -128 * d
+    return _IQ4_CODES[_nibbles(blocks[:, 2:])], d, -128 * d
 
 
 def _mxfp4(blocks: Bytes) -> Unpacked:
     return _nibbles(blocks[:, 1:]), blocks[:, :1], None
-
-
-def _iq4_codes(nibble_pairs: Bytes) -> Bytes:
-    return (_IQ4_VALUES + 128).astype(np.uint8)[_nibbles(nibble_pairs)]
 
 
 # -- types with blocks of 256, scaled by 16 or 32 ---------------------------------------------------------------------
@@ -235,7 +201,7 @@ def _iq4_xs(blocks: Bytes) -> Unpacked:
     top = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = (low | top.astype(np.uint8) << 4).astype(np.float32) - 32
     d = _halves(blocks, 0) * scales
-    return _iq4_codes(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, 256), d, -128 * d
+    return _IQ4_CODES[_nibbles(blocks[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), d, -128 * d
 
 
 def _q6_k(blocks: Bytes) -> Unpacked:
@@ -275,26 +241,28 @@ def _q2_k(blocks: Bytes) -> Unpacked:
     return np.minimum(codes, 255).astype(np.uint8).reshape(n, 256), step, low
 
 
-def _table(*rows: tuple[Any, ...]) -> dict[str, BlockType]:
-    return {row[0]: BlockType(*row) for row in rows}
-
-
-BLOCK_TYPES = _table(
-    ("Q4_0", 32, 18, 4, 32, _q4_0),
-    ("Q4_1", 32, 20, 4, 32, _q4_1),
-    ("Q5_0", 32, 22, 5, 32, _q5_0),
-    ("Q5_1", 32, 24, 5, 32, _q5_1),
-    ("Q8_0", 32, 34, 8, 32, _q8_0),
-    ("Q2_K", 256, 84, 8, 32, _q2_k),
-    ("Q3_K", 256, 110, 8, 128, _q3_k),
-    ("Q4_K", 256, 144, 4, 32, _q4_k),
-    ("Q5_K", 256, 176, 5, 32, _q5_k),
-    ("Q6_K", 256, 210, 8, 32, _q6_k),
-    ("IQ4_NL", 32, 18, 8, 32, _iq4_nl),
-    ("IQ4_XS", 256, 136, 8, 32, _iq4_xs),
-    ("MXFP4", 32, 17, 4, 32, _mxfp4, "mxfp4"),
-)
-"""ggml's name -> how its blocks are represented. Types of plain numbers (F32, F16, BF16) need no repacking."""
+# ggml's name -> bits of a code and values of a group in MLX, and how blocks are unpacked
+_UNPACKED: dict[str, tuple[int, int, Callable[[Bytes], Unpacked]]] = {
+    "Q4_0": (4, 32, _q4_or_q5(8, fifth=False)),
+    "Q4_1": (4, 32, _q4_or_q5(0, fifth=False)),
+    "Q5_0": (5, 32, _q4_or_q5(16, fifth=True)),
+    "Q5_1": (5, 32, _q4_or_q5(0, fifth=True)),
+    "Q8_0": (8, 32, _q8_0),  # d(q - 128) with q of 8 bits
+    "Q2_K": (8, 32, _q2_k),  # not exact
+    "Q3_K": (8, 128, _q3_k),  # d(sq): sq is an integer in -124..128, which is 8 bits for the whole group
+    "Q4_K": (4, 32, _q4_k),  # (ds)q - dmin m: products of a half and 6 bits, exact in float32
+    "Q5_K": (5, 32, _q5_k),  # as Q4_K
+    "Q6_K": (8, 32, _q6_k),  # not exact
+    "IQ4_NL": (8, 32, _iq4_nl),  # dv, with v one of 16 values in -127..113
+    "IQ4_XS": (8, 32, _iq4_xs),  # (ds)v, as IQ4_NL
+    "MXFP4": (4, 32, _mxfp4),  # the same codes in another order, and the same power of two
+}
+BLOCK_TYPES = {
+    name: BlockType(block, n_bytes, *_UNPACKED[name], "mxfp4" if name == "MXFP4" else "affine")
+    for name, block, n_bytes in TENSOR_TYPES.values()
+    if name in _UNPACKED
+}
+"""How blocks are represented. Types of plain numbers (F32, F16, BF16) need no repacking."""
 
 
 PLAIN_TYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
@@ -396,27 +364,31 @@ def fill(
     Raises:
         UnsupportedModel: a tensor has no place, or a wrong shape, or a parameter is left without one.
     """
-    infos = [info for info in file.tensors.values() if blocks is None or block_of(info.name) in (None, *blocks)]
     first = blocks.start if blocks is not None else 0
-    if first:  # what the blocks share is another module's
-        infos = [info for info in infos if block_of(info.name) is not None]
-    places = {info.name: place_of(first, architecture, module, info) for info in infos}
-    places = {name: place for name, place in places.items() if name not in (*ROPE_TENSORS, *architecture.no_parameters)}
-    lost = [name for name, place in places.items() if place is None]
+    modules = dict(module.named_modules())
+    places = _places(architecture, module, modules, first)
+    lost = file.tensors.keys() - places.keys() - {*ROPE_TENSORS, *architecture.no_parameters}
+    if blocks is not None:  # what the file's blocks share is of its first ones
+        lost = {name for name in lost if (not first if (block := block_of(name)) is None else block in blocks)}
     if lost:
         raise UnsupportedModel(
             f"{file.path.name}: the mlx backend does not use {_some(lost)} in a {file.architecture} model; "
             "use --backend llama-cpp"
         )
-    _check_complete(file, architecture, module, {place for place in places.values() if place is not None})
-
+    missing = places.keys() - file.tensors.keys()
+    for name in [*missing]:
+        owner, parameter, _ = places[name]
+        if parameter == "bias" and isinstance(modules[owner], nn.Linear):
+            modules[owner].pop("bias", None)  # where the class has one, this model does without, as in llama.cpp
+            missing.remove(name)
+    if missing:
+        raise UnsupportedModel(f"{file.path.name} lacks {_some(missing)}")
     total, done = sum(info.n_bytes for info in file.tensors.values()), 0
     for info in sorted(file.tensors.values(), key=lambda one: (one.shard, one.offset)):
         if progress is not None and not progress(done / max(total, 1)):
             raise EngineError(f"loading {file.path.name} was cancelled")
-        place = places.get(info.name)
-        if place is not None:
-            _put(file, architecture, module, info, place, dtype)
+        if info.name in places:
+            _put(file, architecture, modules, info, places[info.name], dtype)
         file.forget(info.name)
         done += info.n_bytes
     if progress is not None:
@@ -425,105 +397,81 @@ def fill(
 
 def block_of(tensor: str) -> int | None:
     """Which block a tensor is in; None for those outside of blocks."""
-    kind, _, rest = tensor.partition(".")
-    number = rest.partition(".")[0]
-    return int(number) if kind == "blk" and number.isdecimal() else None
+    match = re.match(r"blk\.(\d+)\.", tensor)
+    return int(match[1]) if match else None
 
 
-def place_of(first: int, architecture: Architecture, module: nn.Module, info: TensorInfo) -> str | None:
-    """The dotted path of the parameter that a tensor is; None for none. Block ``first`` is the module's first layer."""
+class _Place(NamedTuple):
+    owner: str  # dotted path of the module
+    parameter: str  # its name there
+    shape: tuple[int, ...]
+
+
+def _places(
+    architecture: Architecture, module: nn.Module, modules: Mapping[str, nn.Module], first: int
+) -> dict[str, _Place]:
+    """The tensor that each parameter is in a file -> its place, and those of biases that a class may do without. Block
+    ``first`` is the module's first layer."""
     trunk = architecture.trunk
-    top = {
-        "token_embd": f"{trunk}.{architecture.embedding}",
-        "output_norm": f"{trunk}.{architecture.norm}",
-        "output": "lm_head",
-    } | {name: f"{trunk}.{path}" for name, path in architecture.top.items()}
-    stem, _, suffix = info.name.rpartition(".")
-    if stem in top:
-        path = top[stem]
-    elif info.name.startswith("blk."):
-        block, key = block_of(info.name), info.name.split(".", 2)[-1]
-        # Parameters that belong to no submodule are stored without a suffix.
-        stem, _, suffix = key.rpartition(".") if key not in architecture.blocks else (key, "", "")
-        if stem not in architecture.blocks or block is None or not 0 <= block - first < len(module.layers):
-            return None
-        path = f"{trunk}.layers.{block - first}.{architecture.blocks[stem]}"
-    else:
-        return None
-    if not suffix:
-        owner, _, suffix = path.rpartition(".")
-        return path if suffix in (_submodule(module, owner) or {}) else None
-    found = _submodule(module, path)
-    if found is None or suffix not in ("weight", "bias"):
-        return None
-    return f"{path}.{suffix}" if suffix in found or isinstance(found, nn.Linear) else None
+    keys = {path: key for key, path in architecture.blocks.items()}
+    top = {architecture.embedding: "token_embd", architecture.norm: "output_norm"}
+    top = {f"{trunk}.{path}": name for path, name in (top | {v: k for k, v in architecture.top.items()}).items()}
+    top["lm_head"] = "output"
+    in_layer = re.compile(rf"{re.escape(trunk)}\.layers\.(\d+)\.(.+)")
 
+    def tensor(path: str) -> str | None:
+        """The name of a module's or parameter's tensors, without a suffix."""
+        match = in_layer.fullmatch(path)
+        if match is None:
+            return top.get(path)
+        return f"blk.{first + int(match[1])}.{keys[match[2]]}" if match[2] in keys else None
 
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    """The module at a dotted path; None where there is none."""
-    current: Any = module
-    for part in path.split("."):
-        if isinstance(current, list):
-            current = current[int(part)]
-        elif isinstance(current, nn.Module) and part in current:
-            current = current[part]
-        else:
-            return None
-    return current if isinstance(current, nn.Module) else None
-
-
-def _check_complete(file: GGUFFile, architecture: Architecture, module: nn.Module, filled: set[str]) -> None:
-    missing = []
-    for name, _ in tree_flatten(module.parameters()):
-        if name in filled:
-            continue
-        owner = _submodule(module, name.rpartition(".")[0])
-        if name.endswith(".bias") and isinstance(owner, nn.Linear):
-            del owner["bias"]  # the class has one, this model does without, as in llama.cpp
-            continue
-        missing.append(_tensor_name(architecture, name))
-    if missing:
-        raise UnsupportedModel(f"{file.path.name} lacks {_some(missing)}")
-
-
-def _tensor_name(architecture: Architecture, parameter: str) -> str:
-    """The name that a GGUF tensor for a parameter would have."""
-    prefix = f"{architecture.trunk}.layers."
-    if not parameter.startswith(prefix):
-        return {f"{architecture.trunk}.{architecture.norm}.weight": "output_norm.weight"}.get(parameter, parameter)
-    layer, _, rest = parameter.removeprefix(prefix).partition(".")
-    for key, path in architecture.blocks.items():
-        if rest == path or rest.rpartition(".")[0] == path:
-            return f"blk.{layer}.{key}{rest.removeprefix(path)}"
-    return parameter
+    places: dict[str, _Place] = {}
+    for path, array in tree_flatten(module.parameters()):
+        owner, _, parameter = path.rpartition(".")
+        stem = tensor(owner)
+        # Parameters that the table itself names are stored without a suffix, or with one of their own.
+        name = tensor(path) or (path if stem is None else f"{stem}.{parameter}")
+        places[name] = _Place(owner, parameter, array.shape)
+        if stem is not None and parameter == "weight" and isinstance(modules[owner], nn.Linear):
+            places[f"{stem}.bias"] = _Place(owner, "bias", array.shape[:1])
+    return places
 
 
 def _put(
-    file: GGUFFile, architecture: Architecture, module: nn.Module, info: TensorInfo, place: str, dtype: mx.Dtype
+    file: GGUFFile,
+    architecture: Architecture,
+    modules: dict[str, nn.Module],
+    info: TensorInfo,
+    place: _Place,
+    dtype: mx.Dtype,
 ) -> None:
-    path, _, parameter = place.rpartition(".")
-    owner = cast(nn.Module, _submodule(module, path))
+    owner = modules[place.owner]
     key = info.name.split(".", 2)[-1] if info.name.startswith("blk.") else info.name
     convert = architecture.converted.get(key)
     if architecture.shifted_norms and info.name.endswith("norm.weight"):
         convert = lambda stored: stored - 1  # noqa: E731
-    can_be_packed = parameter == "weight" and hasattr(owner, "to_quantized")
+    can_be_packed = place.parameter == "weight" and hasattr(owner, "to_quantized")
     dtype = mx.float32 if key in architecture.precise else dtype
     stored = read_tensor(file, info, dtype, convert=convert, plain=not can_be_packed)
     if key in architecture.rearranged:
         axis, order = architecture.rearranged[key]
         stored = _rearranged(file, info, stored, axis, order(Header(file)))
-    expected = _expected_shape(owner, parameter)
-    if expected is not None and stored.shape != expected:
+    if stored.shape != place.shape:
         raise UnsupportedModel(
             f"{file.path.name}: {info.name} has the shape {'x'.join(map(str, stored.shape))}, "
-            f"but {'x'.join(map(str, expected))} is needed"
+            f"but {'x'.join(map(str, place.shape))} is needed"
         )
     if stored.kind is None:
-        owner[parameter] = stored.weight
-    else:
-        parent, _, name = path.rpartition(".")
-        cast(nn.Module, _submodule(module, parent) if parent else module)[name] = _packed(owner, stored, stored.kind)
+        owner[place.parameter] = stored.weight
+        return
+    # mlx makes it by quantising the random weights it was built with; they are never computed.
+    packed: nn.Module = owner.to_quantized(stored.kind.group, stored.kind.bits, stored.kind.mode)
+    packed.weight, packed.scales, packed.biases = stored.weight, stored.scales, stored.biases
+    if "bias" in owner:
+        packed.bias = owner["bias"]
+    parent, _, name = place.owner.rpartition(".")
+    modules[parent][name] = modules[place.owner] = packed
 
 
 def _rearranged(file: GGUFFile, info: TensorInfo, stored: Stored, axis: int, order: list[int]) -> Stored:
@@ -547,24 +495,6 @@ def _rearranged(file: GGUFFile, info: TensorInfo, stored: Stored, axis: int, ord
     return Stored(moved(stored.weight), scales, biases, kind)
 
 
-def _expected_shape(owner: nn.Module, parameter: str) -> tuple[int, ...] | None:
-    if parameter in owner:
-        return tuple(owner[parameter].shape)
-    # A bias that the class has no place for by itself; the weight may be packed by now, but has its rows.
-    return (owner["weight"].shape[0],) if parameter == "bias" else None
-
-
-def _packed(owner: nn.Module, stored: Stored, kind: BlockType) -> nn.Module:
-    """The quantised counterpart of a module, holding what was read."""
-    bias = owner.get("bias")
-    # mlx makes it by quantising the random weights it was built with; they are never computed.
-    packed: nn.Module = owner.to_quantized(group_size=kind.group, bits=kind.bits, mode=kind.mode)
-    packed.weight, packed.scales, packed.biases = stored.weight, stored.scales, stored.biases
-    if bias is not None:
-        packed.bias = bias
-    return packed
-
-
-def _some(names: list[str]) -> str:
+def _some(names: set[str]) -> str:
     shown = ", ".join(sorted(names)[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

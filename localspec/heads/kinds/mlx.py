@@ -22,7 +22,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from localspec.backends.mlx.architecture import ARCHITECTURES, MLP, Architecture, Header, common_arguments
-from localspec.backends.mlx.library import defer_mlx_lm
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.weights import fill
 from localspec.errors import UnsupportedModel
@@ -107,7 +106,7 @@ class Eagle3Trunk(nn.Module):  # type: ignore[misc]
 
 
 def _eagle3_trunk(header: Header, sizes: HeadSizes) -> Eagle3Trunk:
-    flags = {name: header.flag(name, False) for name in ("norm_before_residual", "norm_before_fc")}
+    flags = {name: bool(header.field(name)) for name in ("norm_before_residual", "norm_before_fc")}
     return Eagle3Trunk(sizes, **flags)
 
 
@@ -264,7 +263,6 @@ def _mtp_network(head: PublishedHead, target: Network | None) -> Network:
             f"the mlx backend computes the MTP layers of {', '.join(_MTP_COMPUTED)}, not of {target.architecture}; "
             "use --backend llama-cpp"
         )
-    defer_mlx_lm()
     family, first = ARCHITECTURES[target.architecture], target.n_layer
     architecture = replace(family, blocks={**family.blocks, **_MTP_PARTS})
     models = import_module(f"mlx_lm.models.{family.module}")

@@ -4,6 +4,7 @@ computes, pairs of two engines."""
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -315,6 +316,9 @@ def test_where_it_is_not_it_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(EngineUnavailable, match="Apple silicon"):
         MLXLibrary()
+    without = "import sys; sys.modules['mlx'] = None\nfrom localspec.backends.registry import unavailable_reason as why"
+    said = subprocess.run([sys.executable, "-c", f"{without}\nprint(why('mlx'))"], capture_output=True, check=True)
+    assert b"install it with: pip install 'localspec[mlx]'" in said.stdout
 
 
 def test_auto_takes_it_on_a_mac_for_its_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 from localspec.backends.mlx.network import load_network  # noqa: E402
 from localspec.backends.mlx.weights import _N_THREADS, BLOCK_TYPES, BlockType, read_tensor, repack  # noqa: E402
 from localspec.errors import UnsupportedModel  # noqa: E402
-from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile  # noqa: E402
+from localspec.model_files.gguf import GGUFFile  # noqa: E402
 from tests.conftest import TinyFiles  # noqa: E402
 from tests.support.mlx_ggufs import Sizes, TinyFile, random_blocks, values  # noqa: E402
 
@@ -40,13 +40,6 @@ def unpacked(kind: BlockType, codes: mx.array, scales: mx.array, biases: mx.arra
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.sqrt(np.square(got - want).sum() / np.square(want).sum()))
-
-
-def test_every_type_is_described_as_the_format_has_it() -> None:
-    by_name = {name: sizes for name, *sizes in TENSOR_TYPES.values()}
-    assert {name: [kind.block, kind.n_bytes] for name, kind in BLOCK_TYPES.items()} == {
-        name: by_name[name] for name in BLOCK_TYPES
-    }
 
 
 @pytest.mark.parametrize("n_columns", [256, 768, 4096])

@@ -288,9 +288,8 @@ def test_a_file_that_would_be_computed_wrongly_is_refused_by_name(name: str, tmp
 def test_model_classes_are_imported_without_the_rest_of_mlx_lm(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from localspec.backends.mlx.network import load_network\n"
-        "from localspec.model_files.gguf import GGUFFile\n"
-        f"load_network(GGUFFile({str(LLAMA.write(tmp_path / 'model.gguf'))!r}))\n"
+        "from localspec.backends import mlx\n"
+        f"mlx.load({str(LLAMA.write(tmp_path / 'model.gguf'))!r})\n"
         "assert 'transformers' not in sys.modules\n"
         "import mlx_lm\n"
         "assert mlx_lm.models.llama.Model and mlx_lm.__name__ == 'mlx_lm' and not hasattr(mlx_lm, '__nothing__')\n"
