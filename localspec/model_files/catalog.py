@@ -41,31 +41,20 @@ MEMORY_FOR_DEFAULT = 3 * _GIB
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that can be fetched.
-
-    Attributes:
-        file: path under the models folder.
-        bytes: size; exact if ``sha256`` is known ("": only the hub knows it), else approximate, and 0 if unknown.
-        license: SPDX identifier, or the publisher's name for it.
-        sources: places to fetch it from, as the catalogue lists them.
-        draft, heads: catalogue names of fitting drafts and published heads, best first.
-        base: whether it continues text and was not trained to chat.
-        active: share of the weights that a token reads; under 1 for a mixture of experts.
-        chat: system prompt and sampling that a conversation starts with.
-    """
+    """A model that can be fetched."""
 
     name: str
-    file: str
-    bytes: int = 0
-    sha256: str = ""
-    license: str = "unknown"
-    sources: tuple[Mapping[str, Any], ...] = ()
-    draft: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-    base: bool = False
-    active: float = 1.0
+    file: str  # path under the models folder
+    bytes: int = 0  # exact if ``sha256`` is known, else approximate, and 0 if unknown
+    sha256: str = ""  # "": only the hub knows it
+    license: str = "unknown"  # SPDX identifier, or the publisher's name for it
+    sources: tuple[Mapping[str, Any], ...] = ()  # places to fetch it from, as the catalogue lists them
+    draft: tuple[str, ...] = ()  # catalogue names of fitting drafts, best first
+    heads: tuple[str, ...] = ()  # likewise of published heads
+    base: bool = False  # whether it continues text and was not trained to chat
+    active: float = 1.0  # share of the weights that a token reads; under 1 for a mixture of experts
     note: str = ""
-    chat: Mapping[str, Any] = field(default_factory=dict)
+    chat: Mapping[str, Any] = field(default_factory=dict)  # system prompt and sampling that a conversation starts with
 
     @property
     def path(self) -> Path:
@@ -80,9 +69,8 @@ class Entry:
     @property
     def present(self) -> bool:
         """Whether all of it is on disk. Files get their final name only after their digest was checked."""
-        if not all(_is_file(models_dir() / file) for file in self.files):
-            return False
-        return not self.sha256 or self.path.stat().st_size == self.bytes
+        there = all(_is_file(models_dir() / file) for file in self.files)
+        return there and (not self.sha256 or self.path.stat().st_size == self.bytes)
 
     @property
     def bytes_on_disk(self) -> int:
@@ -160,11 +148,9 @@ class Catalog(dict[str, Entry]):
         entry = self.of_path(path)
         for name in entry.draft if entry else ():
             draft = self[name]
-            if draft.present:
-                return draft.path
-            copy = path.with_name(Path(draft.file).name)
-            if draft.sha256 and _is_file(copy) and copy.stat().st_size == draft.bytes:
-                return copy
+            beside = path.with_name(draft.path.name)
+            if draft.present or (_is_file(beside) and self.of_path(beside) is draft):
+                return draft.path if draft.present else beside
         return None
 
     def sort_heads(self, heads: Iterable[Path], target: Path) -> list[Path]:

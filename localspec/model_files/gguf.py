@@ -9,10 +9,10 @@ import struct
 import tomllib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -100,22 +100,14 @@ _MAX_KEYS, _MAX_TENSORS, _MAX_DIMS, _MAX_STRINGS = 1 << 16, 1 << 17, 4, 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the file.
-
-    Attributes:
-        shape: sizes with the fastest-varying dimension first, as ggml counts them: ``shape[0]`` is the row length.
-        ggml_type: number of the tensor type; ``type_name`` is its name.
-        offset: from the start of its file [bytes].
-        n_bytes: size of the data.
-        shard: which file of a split model holds it; 0 is the first.
-    """
+    """One tensor of the file."""
 
     name: str
-    shape: tuple[int, ...]
-    ggml_type: int
-    offset: int
-    n_bytes: int
-    shard: int = 0
+    shape: tuple[int, ...]  # with the fastest-varying dimension first, as ggml counts: ``shape[0]`` is the row length
+    ggml_type: int  # number of the tensor type; ``type_name`` is its name
+    offset: int  # from the start of its file [bytes]
+    n_bytes: int  # size of the data
+    shard: int = 0  # which file of a split model holds it; 0 is the first
 
     @property
     def type_name(self) -> str:
@@ -167,7 +159,6 @@ class GGUFFile:
         kinds: key -> number of its value's type, as the format counts them.
         tensors: name -> ``TensorInfo``; every one lies inside its file.
         alignment: of the tensor data [bytes].
-        header_end: offset of the end of the tensor list [bytes].
         kv_ranges: key -> where the key, its type and its value begin and end [bytes].
         n_bytes: size of all parts together.
         shards: the other parts, opened.
@@ -251,7 +242,6 @@ class GGUFFile:
         self.tensors: dict[str, TensorInfo] = {}
         for _ in range(n_tensors):
             at = self._tensor(at)
-        self.header_end = at
         self._place(-(-at // self.alignment) * self.alignment)
 
     def _tensor(self, at: int) -> int:
@@ -424,17 +414,20 @@ class GGUFFile:
     def tensor_bytes(self, name: str) -> npt.NDArray[np.uint8]:
         """A tensor's data as bytes [n_bytes], a view of the file."""
         tensor = self.tensors[name]
-        file = self.shards[tensor.shard - 1] if tensor.shard else self
-        return np.frombuffer(file.buffer[tensor.offset : tensor.offset + tensor.n_bytes], dtype=np.uint8)
+        buffer = self._holding(tensor).buffer
+        return np.frombuffer(buffer[tensor.offset : tensor.offset + tensor.n_bytes], dtype=np.uint8)
 
     def forget(self, name: str) -> None:
         """Tell the system that a tensor will not be read again soon: its pages no longer count as memory in use."""
         tensor = self.tensors[name]
-        file = self.shards[tensor.shard - 1] if tensor.shard else self
+        mapped = self._holding(tensor)._map
         start = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.offset + tensor.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if file._map is not None and end > start and hasattr(mmap, "MADV_DONTNEED"):
-            file._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+        if mapped is not None and end > start and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def _holding(self, tensor: TensorInfo) -> GGUFFile:
+        return self.shards[tensor.shard - 1] if tensor.shard else self
 
     def close(self) -> None:
         """Unmap the file, once nothing refers to it any more; safe to call twice."""
@@ -443,15 +436,13 @@ class GGUFFile:
         self._buffer = None
         mapped, self._map = self._map, None
         if mapped is not None:
-            try:
+            with suppress(BufferError):  # views of it are alive; the map goes with the last of them
                 mapped.close()
-            except BufferError:
-                return  # views of it are alive; the map goes with the last of them
 
     def __enter__(self) -> GGUFFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -523,16 +514,14 @@ def _text(text: str) -> bytes:
 
 def _value(value: Any) -> bytes:
     """A value with the number of its type before it, in the narrowest type that readers expect."""
-    if isinstance(value, bool):
-        return struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return struct.pack("<II", 4, value) if 0 <= value < 1 << 32 else struct.pack("<Iq", 11, value)
-    if isinstance(value, float):
-        return struct.pack("<If", 6, value)
     if isinstance(value, str):
-        return struct.pack("<I", 8) + _text(value)
-    array = np.ascontiguousarray(value)
-    return struct.pack("<IIQ", 9, _ITEMS[array.dtype.str], array.size) + array.tobytes()
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, np.ndarray):
+        return struct.pack("<IIQ", _ARRAY, _ITEMS[value.dtype.str], value.size) + value.tobytes()
+    kind = 7 if isinstance(value, bool) else 6 if isinstance(value, float) else _UINT32
+    if kind == _UINT32 and not 0 <= value < 1 << 32:
+        kind = 11
+    return struct.pack("<I" + _SCALARS[kind][1], kind, value)
 
 
 Floats = npt.NDArray[np.float32]

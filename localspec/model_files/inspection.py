@@ -45,6 +45,7 @@ def file_facts(gguf: GGUFFile) -> dict[str, Any]:
 
 def model_facts(gguf: GGUFFile) -> dict[str, Any]:
     """Further facts of a model, ready for JSON."""
+    n_mtp = nextn.n_layers(gguf)
     return {
         "context_length": gguf.n_ctx_train or None,
         "n_layers": _number(gguf.field("block_count")),
@@ -52,7 +53,8 @@ def model_facts(gguf: GGUFFile) -> dict[str, Any]:
         "vocabulary": _vocabulary(gguf),
         "chat_template": _template(gguf),
         "memory": _memory(gguf),
-        "mtp": _mtp(gguf),
+        # The layers for multi-token prediction, and why they cannot be drafted with, if they cannot
+        "mtp": {"layers": n_mtp, "unusable": _reason(gguf, nextn.check)} if n_mtp else None,
     }
 
 
@@ -63,12 +65,6 @@ def _reason(gguf: GGUFFile, check: Callable[[GGUFFile], object]) -> str | None:
     except ModelFileError as error:
         return str(error)
     return None
-
-
-def _mtp(gguf: GGUFFile) -> dict[str, Any] | None:
-    """The layers for multi-token prediction, and why they cannot be drafted with, if they cannot."""
-    n = nextn.n_layers(gguf)
-    return {"layers": n, "unusable": _reason(gguf, nextn.check)} if n else None
 
 
 def _number(value: Any) -> int | None:
@@ -108,16 +104,6 @@ def _template(gguf: GGUFFile) -> dict[str, Any] | None:
 def _memory(gguf: GGUFFile) -> dict[str, Any]:
     shape = kv_shape(gguf)
     known = gguf.n_ctx_train or CONTEXTS[0]
-    sizes = sorted({n for n in CONTEXTS if n < known} | {known})
-    contexts = [
-        {
-            "n_ctx": n,
-            "kv_bytes": shape.bytes(n),
-            "kv_bytes_window_only": shape.bytes(n, only_window=True),
-            "total_bytes": gguf.n_bytes + shape.bytes(n),
-        }
-        for n in sizes
-    ]
     return {
         "weights_bytes": gguf.n_bytes,
         "kv_type": "f16",
@@ -125,5 +111,13 @@ def _memory(gguf: GGUFFile) -> dict[str, Any]:
         "sliding_window": shape.window or None,
         "windowed_layers": sum(shape.windowed),
         "recurrent": shape.recurrent,
-        "contexts": contexts,
+        "contexts": [
+            {
+                "n_ctx": n,
+                "kv_bytes": shape.bytes(n),
+                "kv_bytes_window_only": shape.bytes(n, only_window=True),
+                "total_bytes": gguf.n_bytes + shape.bytes(n),
+            }
+            for n in (*(n for n in CONTEXTS if n < known), known)
+        ],
     }

@@ -23,18 +23,12 @@ _WINDOW_SLACK = 256  # Rows beyond the window that an engine keeps for the token
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What the keys and values of a model take.
+    """What the keys and values of a model take."""
 
-    Attributes:
-        values_per_token: numbers stored per token of context, for each layer with attention.
-        windowed: for each of these layers, whether it only looks at the last ``window`` tokens (0: no window).
-        recurrent: whether some layers keep a state of fixed size instead, which is not counted here.
-    """
-
-    values_per_token: tuple[int, ...]
-    windowed: tuple[bool, ...]
-    window: int
-    recurrent: bool
+    values_per_token: tuple[int, ...]  # numbers stored per token of context, for each layer with attention
+    windowed: tuple[bool, ...]  # for each of these layers, whether it only looks at the last ``window`` tokens
+    window: int  # 0: no window
+    recurrent: bool  # whether some layers keep a state of fixed size instead, which is not counted here
 
     def bytes(self, n_ctx: int, kv_type: str = "f16", *, only_window: bool = False) -> int:
         """Memory for a context of ``n_ctx`` tokens [bytes].
@@ -42,38 +36,31 @@ class KVShape:
         ``only_window`` is for an engine that forgets what left the window. localspec keeps all: a rejected token can
         only be taken back exactly if nothing was forgotten for it.
         """
-        total = 0
-        for values, windowed in zip(self.values_per_token, self.windowed, strict=True):
-            rows = min(n_ctx, self.window + _WINDOW_SLACK) if windowed and only_window else n_ctx
-            total += values * rows
+        in_window = min(n_ctx, self.window + _WINDOW_SLACK) if only_window else n_ctx
+        layers = zip(self.values_per_token, self.windowed, strict=True)
+        total = sum(values * (in_window if windowed else n_ctx) for values, windowed in layers)
         return round(total * KV_VALUE_BYTES[kv_type])
 
 
 def kv_shape(gguf: GGUFFile) -> KVShape:
     """Read the shape from the header; unknown or odd values count as absent."""
-    n_layer = min(_int(gguf.field("block_count")), 4096)
-    n_layer -= min(_int(gguf.field("nextn_predict_layers")), n_layer)
+    n_layer = min(_int(gguf, "block_count"), 4096)
+    n_layer -= min(_int(gguf, "nextn_predict_layers"), n_layer)
     heads = _per_layer(gguf.field("attention.head_count"), n_layer)
     kv_heads = _per_layer(gguf.field("attention.head_count_kv"), n_layer) or heads
-    d_model = _int(gguf.field("embedding_length"))
-    size = d_model // heads[0] if heads and heads[0] else 0
-    key, value = _int(gguf.field("attention.key_length"), size), _int(gguf.field("attention.value_length"), size)
-    key_swa = _int(gguf.field("attention.key_length_swa"), key)
-    value_swa = _int(gguf.field("attention.value_length_swa"), value)
-    window = _int(gguf.field("attention.sliding_window"))
+    size = _int(gguf, "embedding_length") // heads[0] if heads and heads[0] else 0
+    key, value = _int(gguf, "attention.key_length", size), _int(gguf, "attention.value_length", size)
+    in_window = _int(gguf, "attention.key_length_swa", key) + _int(gguf, "attention.value_length_swa", value)
+    window = _int(gguf, "attention.sliding_window")
     windowed = _windowed(gguf, n_layer) if window else [False] * n_layer
-    interval = _int(gguf.field("full_attention_interval"))
-    shared = _int(gguf.field("attention.shared_kv_layers"))
-    layers = []
-    for i in range(min(n_layer, len(kv_heads))):
-        attends = kv_heads[i] > 0 and (not interval or (i + 1) % interval == 0)
-        if attends and i < n_layer - shared:
-            layers.append((kv_heads[i] * (key_swa + value_swa if windowed[i] else key + value), windowed[i]))
+    interval = _int(gguf, "full_attention_interval") or 1
+    n_own = n_layer - _int(gguf, "attention.shared_kv_layers")
+    own = [i for i, n in enumerate(kv_heads[: max(n_own, 0)]) if n > 0 and (i + 1) % interval == 0]
     return KVShape(
-        tuple(values for values, _ in layers),
-        tuple(is_windowed for _, is_windowed in layers),
+        tuple(kv_heads[i] * (in_window if windowed[i] else key + value) for i in own),
+        tuple(windowed[i] for i in own),
         window,
-        len(layers) < n_layer - shared or gguf.field("ssm.state_size") is not None,
+        len(own) < n_own or gguf.field("ssm.state_size") is not None,
     )
 
 
@@ -84,9 +71,9 @@ def check_kv_type(gguf: GGUFFile, kv_type: str) -> None:
         raise UsageError(f"KV cache type {kv_type!r} is not one of {', '.join(KV_CACHE_TYPES)}")
     if not kv_type.startswith("q"):
         return
-    n_embd, n_head = _int(gguf.field("embedding_length")), _int(gguf.field("attention.head_count"))
+    n_embd, n_head = _int(gguf, "embedding_length"), _int(gguf, "attention.head_count")
     for part in ("key_length", "value_length"):
-        length = _int(gguf.field(f"attention.{part}"), n_embd // n_head if n_head else 0)
+        length = _int(gguf, f"attention.{part}", n_embd // n_head if n_head else 0)
         if length % KV_BLOCK:
             raise UsageError(
                 f"--kv-cache {kv_type} needs head sizes that are multiples of {KV_BLOCK}; the heads of "
@@ -102,11 +89,12 @@ def _windowed(gguf: GGUFFile, n_layer: int) -> list[bool]:
     return [(i + 1) % every != 0 for i in range(n_layer)]
 
 
-def _int(value: Any, default: int = 0) -> int:
+def _int(gguf: GGUFFile, name: str, default: int = 0) -> int:
+    value = gguf.field(name)
     return int(value) if isinstance(value, int) and value >= 0 else default
 
 
 def _per_layer(value: Any, n_layer: int) -> list[int]:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         return [max(0, int(each)) for each in value[:n_layer]]
-    return [_int(value)] * n_layer if _int(value) else []
+    return [int(value)] * n_layer if isinstance(value, int) and value > 0 else []

@@ -38,14 +38,6 @@ _TARGET_OF_ASSISTANTS = "gemma4"
 GIVES_STATES = ARCHITECTURES | {_TARGET_OF_ASSISTANTS}
 """Architectures of models that hand out the state which such a layer reads."""
 
-_OTHERWISE = {
-    "step35": "are several, each for one position further ahead",
-    "mimo2": "are several, each for one position further ahead",
-    "deepseek4": "read several states side by side",
-    "glm5-next": "read several states side by side",
-}
-"""Architectures whose layers llama.cpp feeds otherwise -> in which way they differ."""
-
 
 def n_layers(file: GGUFFile) -> int:
     value = file.field("nextn_predict_layers", 0)
@@ -71,10 +63,6 @@ def check(file: GGUFFile) -> int:
     name, architecture, found = file.path.name, file.architecture, n_layers(file)
     if not found:
         raise UnsupportedModel(f"{name} has no layer for multi-token prediction (MTP)")
-    if architecture in _OTHERWISE:
-        raise UnsupportedModel(
-            f"{name} has MTP layers of {architecture}, which {_OTHERWISE[architecture]}; this is not supported"
-        )
     if architecture not in _TENSORS:
         raise UnsupportedModel(
             f"{name} has MTP layers of {shown(architecture)}; supported are those of {', '.join(_TENSORS)}"
@@ -123,9 +111,8 @@ def readable(file: GGUFFile) -> dict[bool, KeysAndValues]:
     empty for what is no Gemma 4, or orders its layers in another way."""
     if file.architecture != _TARGET_OF_ASSISTANTS:
         return {}
-    kinds = _kinds_of_layers(file)
-    found = zip((False, True), (-1, -2), strict=True)
-    return {windowed: kinds[at][1] for windowed, at in found if len(kinds) >= -at and kinds[at][0] == windowed}
+    last_two = zip((False, True), reversed(_kinds_of_layers(file)), strict=False)
+    return {windowed: read for expected, (windowed, read) in last_two if windowed == expected}
 
 
 def check_assistant(file: GGUFFile, n_vocab: int) -> dict[bool, KeysAndValues]:
@@ -185,12 +172,12 @@ def _kinds_of_layers(file: GGUFFile) -> list[tuple[bool, KeysAndValues]]:
     pattern: Any = file.field("attention.sliding_window_pattern")
     if not isinstance(pattern, np.ndarray) or len(pattern) != whole(file, "block_count"):
         raise damaged(file, f"{file.architecture}.attention.sliding_window_pattern is {shown(pattern)}")
-    kinds = {}
-    for windowed, suffix in ((True, "_swa"), (False, "")):
-        window = whole(file, "attention.sliding_window") if windowed else 0
-        kinds[windowed] = width_of_heads(file, suffix=suffix), window
-    heads = _of_layers(file, "attention.head_count_kv")
-    return [(bool(each), KeysAndValues(n, *kinds[bool(each)])) for each, n in zip(pattern, heads, strict=True)]
+    window, wide = whole(file, "attention.sliding_window"), width_of_heads(file)
+    in_window = width_of_heads(file, suffix="_swa")
+    heads = zip(pattern, _of_layers(file, "attention.head_count_kv"), strict=True)
+    return [
+        (True, KeysAndValues(n, in_window, window)) if each else (False, KeysAndValues(n, wide, 0)) for each, n in heads
+    ]
 
 
 def _of_layers(file: GGUFFile, name: str) -> list[int]:

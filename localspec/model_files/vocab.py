@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -34,19 +35,22 @@ _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eo
 
 
 class Vocab:
-    """Tokens, their types and special ids.
+    """Tokens, their types and special ids."""
 
-    Attributes:
-        kind: ``tokenizer.ggml.model``: ``gpt2`` (byte-level BPE), ``llama`` (SentencePiece), …
-        pre: the pre-tokenizer's name, for byte-level BPE.
-        n_tokens: number of named tokens; a model's logits may be wider by padding.
-        types: token types [n_tokens] (1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte).
-        bos, eos, eot, unk, pad: special ids, or None.
-        add_bos: whether a text begins with ``bos``.
-        eog: ids that end a generation.
-        fim: ids of fill-in-the-middle tokens, by ``fim_pre``, ``fim_suf``, ``fim_mid``, ``fim_pad``, ``fim_rep``,
-            ``fim_sep``.
-    """
+    kind: str  # ``tokenizer.ggml.model``: ``gpt2`` (byte-level BPE), ``llama`` (SentencePiece), …
+    pre: str  # the pre-tokenizer's name, for byte-level BPE
+    n_tokens: int  # number of named tokens; a model's logits may be wider by padding
+    types: npt.NDArray[np.int32]  # [n_tokens] (1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte)
+    add_bos: bool  # whether a text begins with ``bos``
+    bos: int | None = None
+    eos: int | None = None
+    eot: int | None = None
+    unk: int | None = None
+    pad: int | None = None
+    eog: frozenset[int] = frozenset()  # ids that end a generation
+    fim: Mapping[str, int] = MappingProxyType(
+        {}
+    )  # by ``fim_`` and ``pre``, ``suf``, ``mid``, ``pad``, ``rep``, ``sep``
 
     def __init__(self, tokens: StringArray, types: npt.NDArray[np.int32], kind: str, pre: str = "") -> None:
         self._tokens = tokens
@@ -55,13 +59,6 @@ class Vocab:
         self.pre = pre
         self.n_tokens = len(tokens)
         self.add_bos = kind == "llama" or (kind == "gpt2" and pre in KNOWN["pre_tokenizers"]["with_bos"])
-        self.bos: int | None = None
-        self.eos: int | None = None
-        self.eot: int | None = None
-        self.unk: int | None = None
-        self.pad: int | None = None
-        self.eog: frozenset[int] = frozenset()
-        self.fim: dict[str, int] = {}
         self._hidden: set[int] = set()
         self._shown: set[int] = set()
         self._compared: dict[bool, tuple[ref[Vocab], str | None]] = {}
@@ -82,10 +79,7 @@ class Vocab:
         if kind not in _DEFAULT_IDS:
             raise UnsupportedModel(f"{gguf.path.name} has a tokenizer of the kind {kind!r}, which is not supported")
         _check_lists(gguf, len(tokens))
-        types = np.ones(len(tokens), dtype=np.int32)
-        stored = get("tokenizer.ggml.token_type")
-        if stored is not None:
-            types = np.array(stored[: len(tokens)], dtype=np.int32)
+        types = np.array(get("tokenizer.ggml.token_type", np.ones(len(tokens)))[: len(tokens)], dtype=np.int32)
         vocab = cls(tokens.copy(), types, kind, str(get("tokenizer.ggml.pre", "")))
         special: dict[str, int | None] = {}
         for name, key in _KEYS.items():
@@ -195,9 +189,13 @@ class Vocab:
         return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
 
     @property
-    def marks(self) -> list[int]:
+    def _marked(self) -> list[int]:
         marked = np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist()
-        return [i for i in sorted({*marked, *self._hidden, *self._shown}) if not self._is_padding(i)]
+        return sorted({*marked, *self._hidden, *self._shown})
+
+    @property
+    def marks(self) -> list[int]:
+        return [i for i in self._marked if not self._is_padding(i)]
 
     @property
     def special(self) -> npt.NDArray[np.bool_]:
@@ -208,8 +206,7 @@ class Vocab:
 
     @property
     def special_texts(self) -> list[str]:
-        marked = set(np.flatnonzero((self.types == CONTROL) | (self.types == USER_DEFINED)).tolist())
-        return [self._tokens[i] for i in sorted(marked | self._hidden | self._shown)]
+        return [self._tokens[i] for i in self._marked]
 
     # -- two vocabularies ----------------------------------------------------------------------------------------
 

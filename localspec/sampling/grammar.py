@@ -151,7 +151,8 @@ _BLANK = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TIMES = re.compile(r"\{\s*(\d{1,9})\s*(,?)\s*(\d{0,9})\s*\}")
-_HEX = {"x": 2, "u": 4, "U": 8}
+_DASH = re.compile(r"-(?=[^\]])")  # between the ends of a range
+_CHARACTER = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})|\\([\s\S]?)|([^\r\n])")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^", "/": "/"}
 
 
@@ -206,7 +207,8 @@ class _Reader:
             return self.group()
         if self.text.startswith(("<", "!"), self.at):
             self.fail("references to tokens are not supported, only text")
-        return Rule(self.name()) if _NAME.match(self.text, self.at) else None
+        name = self.skip(_NAME)
+        return Rule(name) if name else None
 
     def group(self) -> Node:
         self.depth += 1
@@ -247,8 +249,7 @@ class _Reader:
         found: list[tuple[int, int]] = []
         while not self.take("]"):
             low = high = self.character("the character class")
-            if self.text[self.at : self.at + 1] == "-" and self.text[self.at + 1 : self.at + 2] not in ("]", ""):
-                self.at += 1
+            if self.skip(_DASH):
                 high = self.character("the character class")
             if high < low:
                 self.fail("a range of characters runs backwards")
@@ -261,35 +262,27 @@ class _Reader:
 
     def character(self, where: str) -> int:
         """The code point of one character, perhaps escaped."""
-        here = self.text[self.at : self.at + 1]
-        if here == "" or here in "\r\n":
+        match = _CHARACTER.match(self.text, self.at)
+        if match is None:
             self.fail(f"{where} has no end")
-        self.at += 1
-        if here != "\\":
-            return ord(here)
-        kind = self.text[self.at : self.at + 1]
-        self.at += 1
-        if kind in _ESCAPES and kind:
-            return ord(_ESCAPES[kind])
-        digits = self.text[self.at : self.at + _HEX.get(kind, 0)]
-        if kind not in _HEX or len(digits) < _HEX[kind] or not re.fullmatch(r"[0-9A-Fa-f]+", digits):
-            self.fail(f"\\{kind} is no escape")
-        self.at += len(digits)
-        code = int(digits, 16)
+        self.at = match.end()
+        digits, escaped, plain = match.groups()
+        if plain:
+            return ord(plain)
+        if digits is None:
+            return ord(_ESCAPES[escaped]) if escaped in _ESCAPES else self.fail(f"\\{escaped} is no escape")
+        code = int(digits[1:], 16)
         if code > LAST_CHARACTER or 0xD800 <= code <= 0xDFFF:
-            self.fail(f"\\{kind}{digits} is no character")
+            self.fail(f"\\{digits} is no character")
         return code
 
     def name(self) -> str:
-        match = _NAME.match(self.text, self.at)
-        if match is None:
-            self.fail("the name of a rule is expected")
-        self.at = match.end()
-        return match[0]
+        return self.skip(_NAME) or self.fail("the name of a rule is expected")
 
-    def skip(self, pattern: re.Pattern[str]) -> None:
+    def skip(self, pattern: re.Pattern[str]) -> str:
         match = pattern.match(self.text, self.at)
         self.at = match.end() if match else self.at
+        return match[0] if match else ""
 
     def take(self, text: str) -> bool:
         if self.text.startswith(text, self.at):
@@ -311,10 +304,6 @@ class _Reader:
 # make masks fast.)
 
 
-def lark(rules: Mapping[str, Node]) -> str:
-    return _Writer(rules).write()
-
-
 class _Writer:
     def __init__(self, rules: Mapping[str, Node]) -> None:
         self.rules = rules
@@ -325,14 +314,13 @@ class _Writer:
         self.nullable: Callable[[Node], bool] = cache(self._nullable)
         self.prefix_free: Callable[[Node], bool] = cache(self._prefix_free)
         self.refused: set[Node] = set()
-        self.lexemes: dict[Node, None] = {}
+        self.lexemes: dict[Node, int] = {}
         self.named: dict[str, str] = {}  # rules and parts of lexemes that are referred to: name here -> GBNF's
 
     def write(self) -> str:
         while True:
             self.lexemes, self.named = {}, {"start": "root"}
             if "root" in self.regular:
-                self.lexemes[Rule("root")] = None
                 lines = [f"start: {self.lexeme(Rule('root'))}"]
             else:
                 lines = self.definitions(0, in_lexeme=False)
@@ -341,8 +329,9 @@ class _Writer:
                 break
             self.refused |= mistakable
         n_rules = len(self.named)
-        lexemes = [(i, node) for i, node in enumerate(self.lexemes) if not isinstance(node, Chars)]
-        lines += [f"L{i}: {self.expression(node, in_lexeme=True)}" for i, node in lexemes]
+        for node, number in self.lexemes.items():
+            if not isinstance(node, Chars):
+                lines.append(f"L{number}: {self.expression(node, in_lexeme=True)}")
         return "\n".join([*lines, *self.definitions(n_rules, in_lexeme=True)]) + "\n"
 
     def definitions(self, start: int, *, in_lexeme: bool) -> list[str]:
@@ -356,7 +345,6 @@ class _Writer:
     def expression(self, node: Node, *, in_lexeme: bool) -> str:
         """A part as rules of lexemes, or as a regular expression within one."""
         if not in_lexeme and self.is_lexeme(node):
-            self.lexemes[node] = None
             return self.lexeme(node)
         match node:
             case Chars():
@@ -376,14 +364,12 @@ class _Writer:
 
     def grouped(self, sequence: Sequence) -> tuple[Node, ...]:
         """The parts, with the longest runs that can be one lexeme made one part."""
-        parts, result, at = sequence.parts, list[Node](), 0
-        while at < len(parts):
-            for end in range(len(parts), at, -1):
-                run: Node = Sequence(parts[at:end]) if end - at > 1 else parts[at]
-                if end == at + 1 or self.is_lexeme(run):
-                    result.append(run)
-                    at = end
-                    break
+        parts, result = sequence.parts, list[Node]()
+        while parts:
+            runs = (n for n in range(len(parts), 1, -1) if self.is_lexeme(Sequence(parts[:n])))
+            n = next(runs, 1)
+            result.append(Sequence(parts[:n]) if n > 1 else parts[0])
+            parts = parts[n:]
         return tuple(result)
 
     # -- lexemes -------------------------------------------------------------------------------------------------
@@ -397,9 +383,8 @@ class _Writer:
         return {node for pair in pairs for node in pair if not isinstance(node, Chars)}
 
     def lexeme(self, node: Node) -> str:
-        if isinstance(node, Chars):
-            return _regex(node)
-        return f"L{list(self.lexemes).index(node)}"
+        number = self.lexemes.setdefault(node, len(self.lexemes))
+        return _regex(node) if isinstance(node, Chars) else f"L{number}"
 
     # -- what texts of a regular node look like --------------------------------------------------------------------
 
@@ -466,6 +451,10 @@ class _Writer:
             and self.prefix_free(part.body)
             and not _meet(self.first(part.body), self.first(rest))
         )
+
+
+def lark(rules: Mapping[str, Node]) -> str:
+    return _Writer(rules).write()
 
 
 def _regular(rules: Mapping[str, Node]) -> set[str]:
@@ -587,8 +576,9 @@ def grammar_of(response_format: Mapping[str, Any] | None, grammar: str | None) -
     if schema is None:
         return None
     try:
-        _check_objects(schema)
-        text = json.dumps(changed(schema, _drop_unknown_format), allow_nan=False)
+        text = json.dumps(changed(schema, _prepare), allow_nan=False)
+    except UsageError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not JSON: {one_line(str(error))}") from None
     return _from_schema(text)
@@ -637,10 +627,19 @@ def changed(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
     return found
 
 
-def _drop_unknown_format(schema: dict[str, Any]) -> None:
-    """JSON Schema calls an unknown format an annotation; schemas have many such."""
+def _prepare(schema: dict[str, Any]) -> None:
+    """Drop an unknown format, which JSON Schema calls an annotation; refuse an object with too much to leave out."""
     if not (isinstance(schema.get("format"), str) and schema["format"] in _FORMATS):
         schema.pop("format", None)
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, Mapping):
+        names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        n = len(properties.keys() - names)
+        if n > MAX_OPTIONAL:
+            raise UsageError(
+                f"an object of the JSON schema has {n} properties that may be left out, and at most {MAX_OPTIONAL} "
+                "can be used"
+            )
 
 
 def _checked_schema(schema: Any) -> Any:
@@ -655,49 +654,33 @@ def _checked_schema(schema: Any) -> Any:
     return {**schema, "x-guidance": {**unset, **chosen}}
 
 
-def _check_objects(schema: Any) -> None:
-    left = [schema]
-    while left:
-        each = left.pop()
-        if isinstance(each, Mapping):
-            properties, required = each.get("properties"), each.get("required")
-            if isinstance(properties, Mapping):
-                names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-                n = len(properties.keys() - names)
-                if n > MAX_OPTIONAL:
-                    message = f"an object of the JSON schema has {n} properties that may be left out"
-                    raise UsageError(f"{message}, and at most {MAX_OPTIONAL} can be used")
-            left += each.values()
-        elif isinstance(each, list):
-            left += each
-
-
 @lru_cache(maxsize=N_COMPILED)
 def _from_schema(schema: str) -> str:
-    if len(schema) > MAX_SCHEMA:
-        raise UsageError(f"the JSON schema has {len(schema)} characters, and at most {MAX_SCHEMA} can be used")
-    text = f'%llguidance {{"no_forcing": true}}\nstart: %json {schema}\n'
-    _check(text, "the JSON schema cannot be followed")
-    return text
+    _check_length("JSON schema", schema, MAX_SCHEMA)
+    return _checked(f"start: %json {schema}\n", "the JSON schema cannot be followed")
 
 
 @lru_cache(maxsize=N_COMPILED)
 def _from_gbnf(grammar: str) -> str:
-    if len(grammar) > MAX_GRAMMAR:
-        raise UsageError(f"the grammar has {len(grammar)} characters, and at most {MAX_GRAMMAR} can be used")
+    _check_length("grammar", grammar, MAX_GRAMMAR)
     try:
-        text = '%llguidance {"no_forcing": true}\n' + lark(parse(grammar))
+        text = lark(parse(grammar))
     except RecursionError:
         raise UsageError("the grammar's rules are nested too deeply") from None
-    _check(text, "the grammar cannot be followed")
-    return text
+    return _checked(text, "the grammar cannot be followed")
 
 
-def _check(text: str, complaint: str) -> None:
-    """Refuse a grammar that does not compile; needs no vocabulary."""
-    llguidance = library()
+def _check_length(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise UsageError(f"the {what} has {len(text)} characters, and at most {most} can be used")
+
+
+def _checked(rules: str, complaint: str) -> str:
+    """A whole grammar, which compiles; needs no vocabulary."""
+    text, llguidance = '%llguidance {"no_forcing": true}\n' + rules, library()
     failed, messages = _deep(
         lambda: llguidance.LLMatcher.validate_grammar_with_warnings(text, None, limits=_limits(llguidance))
     )
     if failed:
         raise UsageError(f"{complaint}: {reason(messages[0])}")
+    return text

@@ -6,8 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,8 @@ def fetch(entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, pa
         watch(f"asking the hub for {name}", 0, 0)
         offered = _offered(entry, where["repo"], name, patient=patient)
         target = folder / "hub" / f"{offered.sha256[:12]}-{Path(name).name}"
-        try:
-            found.append(_Download(offered, target, name, watch).run(3 if patient else 2))
-        except _Broken as broken:
-            raise DownloadError(_reason(broken.error, where["repo"], name)) from None
+        _download(offered, where["repo"], name, target, watch, 3 if patient else 2)
+        found.append(target)
     return found
 
 
@@ -93,116 +90,78 @@ def _offered(entry: Entry, repo: str, name: str, *, patient: bool) -> _Offered:
     return _Offered(url, size, expected)
 
 
-class _Broken(Exception):
-    """A connection ended with an error; an error on this side of it is none of these."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@dataclass(frozen=True, slots=True)
-class _Download:
-    """One file, appended to what an earlier attempt left; its digest is computed on the way.
+def _download(offered: _Offered, repo: str, name: str, target: Path, watch: Watch, attempts: int) -> None:
+    """Append to what an earlier attempt left; nothing may arrive from ``attempts`` connections in a row.
 
     ``hf_hub_download`` would do, but it starts over after every interruption.
     """
-
-    offered: _Offered
-    target: Path
-    label: str
-    watch: Watch
-
-    @property
-    def size(self) -> int:
-        return self.offered.size
-
-    def run(self, attempts: int) -> Path:
-        """Fetch what is missing; nothing may arrive from so many connections in a row."""
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        with self.target.open("ab+") as file:
-            out = Hashing(file)
-            file.seek(0)
-            while chunk := file.read(_CHUNK):
-                out.digest(chunk)
-                self.watch(f"checking what is there of {self.label}", out.n_bytes, self.size)
-            if out.n_bytes > self.size:
-                out.restart()  # whatever it is, it is not a beginning
-            check_space(self.target.parent, self.size - out.n_bytes, self.label)
-            if out.n_bytes < self.size:
-                self._go_on(out, attempts)
-            out.finish()
-        if out.sha256 != self.offered.sha256:
-            self.target.unlink()
-            raise mismatch(self.label, self.offered.sha256, out.sha256)
-        return self.target
-
-    def _go_on(self, out: Hashing, attempts: int) -> None:
-        failures = 0
-        for _ in range(_MOST_CONNECTIONS):
-            before = out.n_bytes
-            broken: _Broken | None = None
-            try:
-                self._stream(out)
-            except _Broken as error:
-                broken = error
-                if getattr(error.error, "response", None) is not None:
-                    raise  # it was answered, with an error status
-            if out.n_bytes >= self.size:
-                return
-            failures = 0 if out.n_bytes > before else failures + 1
-            if failures >= attempts:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("ab+") as file:
+        out = Hashing(file)
+        file.seek(0)
+        while chunk := file.read(_CHUNK):
+            out.digest(chunk)
+            watch(f"checking what is there of {name}", out.n_bytes, offered.size)
+        if out.n_bytes > offered.size:
+            out.restart()  # whatever it is, it is not a beginning
+        check_space(target.parent, offered.size - out.n_bytes, name)
+        failures, n_connections = 0, 0
+        while out.n_bytes < offered.size:
+            before, n_connections = out.n_bytes, n_connections + 1
+            error = _connect(offered, name, out, watch)
+            if out.n_bytes >= offered.size:
                 break
-            self.watch(f"the connection broke; asking again for {self.label}", out.n_bytes, self.size)
+            failures = 0 if out.n_bytes > before else failures + 1
+            was_answered = getattr(error, "response", None) is not None  # with an error status
+            if was_answered or failures >= attempts or n_connections == _MOST_CONNECTIONS:
+                sent = f"the hub sends {out.n_bytes:,} of the {offered.size:,} bytes of {name}"
+                raise DownloadError(sent if error is None else _reason(error, repo, name))
+            watch(f"the connection broke; asking again for {name}", out.n_bytes, offered.size)
             time.sleep(0.5 * failures)
-        raise broken or DownloadError(f"the hub sends {out.n_bytes:,} of the {self.size:,} bytes of {self.label}")
+        out.finish()
+    if out.sha256 != offered.sha256:
+        target.unlink()
+        raise mismatch(name, offered.sha256, out.sha256)
 
-    def _stream(self, out: Hashing) -> None:
-        with closing(self._chunks(out)) as chunks:
-            for chunk in chunks:
-                if out.n_bytes + len(chunk) > self.size:
-                    out.restart()
-                    raise DigestMismatch(
-                        f"the hub sends more than the {self.size:,} bytes of {self.label}; the download was deleted"
-                    )
-                out.write(chunk)
-                self.watch(f"downloading {self.label}", out.n_bytes, self.size)
 
-    def _chunks(self, out: Hashing) -> Generator[bytes, None, None]:
-        """The bytes of one connection; whatever goes wrong with it is ``_Broken``."""
-        from huggingface_hub import get_session
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+def _connect(offered: _Offered, name: str, out: Hashing, watch: Watch) -> Exception | None:
+    """Write what one connection sends; returns what goes wrong with it, and raises what goes wrong on this side."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        if out.n_bytes:
-            headers["Range"] = f"bytes={out.n_bytes}-"
-        options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS_OF_SILENCE, "follow_redirects": True}
-        with ExitStack() as stack:
-            try:
-                response = stack.enter_context(get_session().stream("GET", self.offered.url, **options))
-                hf_raise_for_status(response)
-                chunks = response.iter_bytes(_CHUNK)
-            except Exception as error:
-                raise _Broken(error) from None
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    if out.n_bytes:
+        headers["Range"] = f"bytes={out.n_bytes}-"
+    options: dict[str, Any] = {"headers": headers, "timeout": _SECONDS_OF_SILENCE, "follow_redirects": True}
+    try:
+        with get_session().stream("GET", offered.url, **options) as response:
+            hf_raise_for_status(response)
             if out.n_bytes and not _goes_on(response, out.n_bytes):
                 out.restart()  # the server cannot give a range
-            while True:
-                try:
-                    chunk = next(chunks, None)
-                except Exception as error:
-                    raise _Broken(error) from None
-                if chunk is None:
-                    return
-                yield chunk
+            for chunk in response.iter_bytes(_CHUNK):
+                if out.n_bytes + len(chunk) > offered.size:
+                    out.restart()
+                    raise DigestMismatch(
+                        f"the hub sends more than the {offered.size:,} bytes of {name}; the download was deleted"
+                    )
+                out.write(chunk)
+                watch(f"downloading {name}", out.n_bytes, offered.size)
+    except DigestMismatch:
+        raise
+    except Exception as error:  # the library's own errors and its HTTP client's have no common base
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's: those of connections have no number
+        return error
+    return None
 
 
 def _goes_on(response: Any, first: int) -> bool:
-    """Whether an answer begins at the byte that was asked for; ``_Broken``: it begins elsewhere."""
+    """Whether an answer begins at the byte that was asked for; ``DownloadError``: it begins elsewhere."""
     if response.status_code != 206:
         return False
     sent = _RANGE.match(response.headers.get("Content-Range") or "")
     if sent is not None and int(sent[1]) != first:
-        raise _Broken(DownloadError(f"the hub sends bytes from {sent[1]} on where {first} were asked for"))
+        raise DownloadError(f"the hub sends bytes from {sent[1]} on where {first} were asked for")
     return True
 
 
