@@ -31,8 +31,7 @@ class GrammarVocabulary:
         texts = list(map(vocab.token_bytes, range(vocab.n_tokens)))
         self.lengths: npt.NDArray[np.int64] = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
         self.ends = frozenset(vocab.eog)
-        llguidance = library()
-        ends = sorted(self.ends)
+        llguidance, ends = library(), sorted(self.ends)
         # Slices are sets of tokens whose masks are kept ready: those for the inside of JSON strings.
         self._tokenizer = llguidance.LLTokenizer(
             _Tokens(texts, ends[0] if ends else None),
@@ -81,10 +80,9 @@ _known: WeakKeyDictionary[Vocab, GrammarVocabulary] = WeakKeyDictionary()
 
 def vocabulary_of(vocab: Vocab) -> GrammarVocabulary:
     """The grammar vocabulary of a model; made at the first call, in about a second for 152,000 tokens."""
-    found = _known.get(vocab)
-    if found is None:
-        found = _known[vocab] = GrammarVocabulary(vocab)
-    return found
+    if vocab not in _known:
+        _known[vocab] = GrammarVocabulary(vocab)
+    return _known[vocab]
 
 
 Mask = npt.NDArray[np.bool_]
@@ -137,7 +135,8 @@ class Constraint:
         here = self.drafted
         n = shared_prefix(here, draft)
         if n < len(here):
-            self._back(len(here) - n)
+            self._matcher.rollback(len(here) - n)
+            self._check()
             del self._tokens[self._n_settled + n :]
         for token in draft[n:]:
             self.advance(token)
@@ -178,9 +177,7 @@ class Constraint:
     def masked(self, row: Row, ids: Ids | None = None) -> Row:
         """A copy of a row of logits [n] with -inf for what is forbidden here; ``ids`` are its tokens, increasing, None
         is 0, 1, 2, …"""
-        mask = self.allowed(len(row) if ids is None else int(ids[-1]) + 1)
-        if ids is not None:
-            mask = mask[ids]
+        mask = self.allowed(len(row)) if ids is None else self.allowed(int(ids[-1]) + 1)[ids]
         if 2 * np.count_nonzero(mask) > len(mask):
             row = row.copy()
             row[np.flatnonzero(~mask)] = -np.inf
@@ -198,10 +195,6 @@ class Constraint:
 
     def rows(self, logits: npt.NDArray[np.float32], draft: Sequence[int], params: SamplingParams) -> MaskedRows:
         return MaskedRows(self, logits, draft, params.greedy and not params.edits_logits)
-
-    def _back(self, n: int) -> None:
-        self._matcher.rollback(n)
-        self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error() and "doesn't satisfy the grammar" not in self._matcher.get_error():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import UnsupportedModel, is_number, is_whole
+from localspec.errors import UnsupportedModel, is_number
 from localspec.model_files.gguf import GGUFFile
 
 _WITHOUT_EFFECT = {
@@ -34,6 +34,11 @@ _WITHOUT_EFFECT = {
 """Settings that follow from others, or that llama.cpp does not look at for these architectures."""
 
 
+def unsupported(file: GGUFFile, what: str) -> UnsupportedModel:
+    """The error for a file that this backend cannot compute, and llama.cpp may."""
+    return UnsupportedModel(f"{file.path.name}: {what}; use --backend llama-cpp")
+
+
 class Header:
     """``<architecture>.<key>`` settings of a file, which remembers the keys that were read.
 
@@ -42,21 +47,29 @@ class Header:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.name = file.path.name
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None, *, but: int | None = None) -> int:
         """A whole number; a list with one number for each layer must repeat a single one, where it is not ``but``."""
-        value = self._uniform(key, default, but)
-        if not is_whole(value):
-            raise UnsupportedModel(f"{self.name}: {self._full(key)} is {value!r}, not a whole number")
+        value = self.real(key, default, but=but)
+        if value != int(value):
+            raise self.refusal(key, f"is {value!r}, not a whole number")
         return int(value)
 
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self._uniform(key, default)
+    def real(self, key: str, default: float | None = None, *, but: int | None = None) -> float:
+        """Likewise a number."""
+        value = self.field(key, default)
+        if isinstance(value, np.ndarray):
+            value = value[value != but] if but is not None else value
+            if len(value) == 0 or (value != value[0]).any():
+                raise self.refusal(key, "differs between layers, which the mlx backend cannot compute")
+            value = value[0]
         if not is_number(value):
-            raise UnsupportedModel(f"{self.name}: {self._full(key)} is {value!r}, not a number")
+            raise self.refusal(key, "is missing" if value is None else f"is {value!r}, not a whole number")
         return float(value)
+
+    def refusal(self, key: str, what: str) -> UnsupportedModel:
+        return unsupported(self.file, f"{self.file.architecture}.{key} {what}")
 
     def field(self, key: str, default: Any = None) -> Any:
         """A setting as it is stored."""
@@ -74,19 +87,14 @@ class Header:
         counts = counts if isinstance(counts, list) else [counts] * n_layer
         found = [i for i, count in enumerate(counts[:n_layer]) if count]
         if not 0 < len(found) < n_layer:
-            raise UnsupportedModel(
-                f"{self.name}: {len(found)} of {n_layer} layers have attention; the mlx backend computes this "
-                "architecture where some have and some have not"
-            )
+            raise unsupported(self.file, f"{len(found)} of {n_layer} layers have attention, and not some of them")
         return found
 
     def expect(self, key: str, *accepted: float) -> None:
         """Refuse a setting whose value would need code that is not there."""
         value = self.field(key)
         if value is not None and not any(np.isclose(value, one) for one in accepted):
-            raise UnsupportedModel(
-                f"{self.name}: {self._full(key)} = {value} is not handled by the mlx backend; use --backend llama-cpp"
-            )
+            raise self.refusal(key, f"= {value} is not handled by the mlx backend")
 
     def ignore(self, keys: Iterable[str]) -> None:
         self._read.update(keys)
@@ -97,27 +105,8 @@ class Header:
         found = {key.removeprefix(prefix) for key in self.file.metadata if key.startswith(prefix)}
         unread = sorted(found - self._read - _WITHOUT_EFFECT)
         if unread:
-            raise UnsupportedModel(
-                f"{self.name}: the mlx backend does not know the {self.file.architecture} "
-                f"setting{'s' * (len(unread) > 1)} {', '.join(unread)}; use --backend llama-cpp"
-            )
-
-    def _uniform(self, key: str, default: Any, but: int | None = None) -> Any:
-        value = self.field(key, default)
-        if value is None:
-            raise UnsupportedModel(f"{self.name} lacks the setting {self._full(key)}")
-        if isinstance(value, np.ndarray):
-            value = value[value != but] if but is not None else value
-            if len(value) == 0 or (value != value[0]).any():
-                raise UnsupportedModel(
-                    f"{self.name}: {self._full(key)} differs between layers, which the mlx backend cannot compute; "
-                    "use --backend llama-cpp"
-                )
-            value = value[0]
-        return value
-
-    def _full(self, key: str) -> str:
-        return f"{self.file.architecture}.{key}"
+            what = f"the {self.file.architecture} setting{'s' * (len(unread) > 1)} {', '.join(unread)}"
+            raise unsupported(self.file, f"the mlx backend does not know {what}")
 
 
 Array = npt.NDArray[Any]
@@ -201,17 +190,15 @@ def read_attention(header: Header) -> Attention:
     """The head counts and sizes; UnsupportedModel where they are missing or contradict each other."""
     n_embd, n_head = header.integer("embedding_length"), header.integer("attention.head_count")
     if n_head <= 0:
-        raise UnsupportedModel(f"{header.name} has {n_head} attention heads")
+        raise unsupported(header.file, f"it has {n_head} attention heads")
     d_head = header.integer("attention.key_length", n_embd // n_head)
     if header.integer("attention.value_length", d_head) != d_head:
-        raise UnsupportedModel(f"{header.name}: keys and values differ in size; use --backend llama-cpp")
+        raise unsupported(header.file, "keys and values differ in size")
     n_head_kv = header.integer("attention.head_count_kv", n_head, but=0)  # layers without attention have none
     d_rope = header.integer("rope.dimension_count", d_head)
     if n_head_kv <= 0 or n_head % n_head_kv or not 0 < d_rope <= d_head or d_rope % 2:
-        raise UnsupportedModel(
-            f"{header.name}: {n_head} query heads, {n_head_kv} key heads, {d_rope} of {d_head} channels rotating: "
-            "these do not fit together"
-        )
+        heads = f"{n_head} query heads, {n_head_kv} key heads, {d_rope} of {d_head} channels rotating"
+        raise unsupported(header.file, f"{heads}: these do not fit together")
     return Attention(n_head, n_head_kv, d_head, d_rope)
 
 
@@ -249,12 +236,10 @@ def _gemma3(header: Header) -> dict[str, Any]:
         # One flag for each layer, 1 where it sees the window only.
         every = pattern.index(0) + 1 if 0 in pattern else n_layer + 1
         if [int((i + 1) % every != 0) for i in range(n_layer)] != pattern[:n_layer]:
-            raise UnsupportedModel(
-                f"{header.name}: its sliding-window layers are in an order that mlx-lm cannot compute"
-            )
+            raise unsupported(header.file, "its sliding-window layers are in an order that mlx-lm cannot compute")
         pattern = every
     if pattern < 1 or n_layer < pattern:
-        raise UnsupportedModel(f"{header.name}: a global layer every {pattern} layers, but it has {n_layer}")
+        raise unsupported(header.file, f"a global layer every {pattern} layers, but it has {n_layer}")
     header.expect("final_logit_softcapping", 0.0)
     n_embd, n_head = header.integer("embedding_length"), header.integer("attention.head_count")
     return {
@@ -287,7 +272,7 @@ def _gpt_oss(header: Header) -> dict[str, Any]:
     if isinstance(pattern, int):
         pattern = [int((i + 1) % pattern != 0) for i in range(n_layer)]
     if {bool(each) for each in pattern[:n_layer]} != {True, False}:
-        raise UnsupportedModel(f"{header.name}: mlx-lm needs layers with a sliding window and others without")
+        raise unsupported(header.file, "mlx-lm needs layers with a sliding window and others without")
     return {
         "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern[:n_layer]],
         "sliding_window": header.integer("attention.sliding_window"),
@@ -384,7 +369,7 @@ def _mamba(header: Header) -> dict[str, Any]:
 def _qwen35(header: Header) -> dict[str, Any]:
     n_value, width = header.integer("ssm.time_step_rank"), header.integer("ssm.state_size")
     if n_value * width != header.integer("ssm.inner_size"):
-        raise UnsupportedModel(f"{header.name}: {n_value} heads of {width} channels are not ssm.inner_size")
+        raise unsupported(header.file, f"{n_value} heads of {width} channels are not ssm.inner_size")
     _check_sections(header)
     return {
         "num_hidden_layers": header.integer("block_count") - header.integer("nextn_predict_layers", 0),
@@ -403,9 +388,7 @@ def _check_sections(header: Header) -> None:
     sections = header.list_or_integer("rope.dimension_sections", 0)
     n = read_attention(header).d_rope // 2
     if not isinstance(sections, list) or any(i >= 3 * sections[i % 3] for i in range(n)):
-        raise UnsupportedModel(
-            f"{header.name}: its rope sections {sections} do not cover {n} pairs of channels; use --backend llama-cpp"
-        )
+        raise unsupported(header.file, f"its rope sections {sections} do not cover {n} pairs of channels")
 
 
 def _qwen35moe(header: Header) -> dict[str, Any]:

@@ -15,9 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import NEXTN, NORM, Progress, layer_name
-from localspec.backends.mlx.architecture import ARCHITECTURES, Architecture, Header, common_arguments, read_attention
+from localspec.backends.mlx.architecture import (
+    ARCHITECTURES,
+    Architecture,
+    Header,
+    common_arguments,
+    read_attention,
+    unsupported,
+)
 from localspec.backends.mlx.weights import ROPE_TENSORS, fill
-from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.nextn import n_layers
 
@@ -236,10 +242,8 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
     header = Header(file)
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
-        raise UnsupportedModel(
-            f"{header.name}: the mlx backend does not know the architecture {file.architecture!r} "
-            f"(it knows {', '.join(sorted(ARCHITECTURES))}); use --backend llama-cpp"
-        )
+        known = f"(it knows {', '.join(sorted(ARCHITECTURES))})"
+        raise unsupported(file, f"the mlx backend does not know the architecture {file.architecture!r} {known}")
     tied = "output.weight" not in file.tensors
     n_vocab = file.tensors["token_embd.weight"].shape[-1]
     arguments = common_arguments(header, architecture, n_vocab, tied)
@@ -249,7 +253,11 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
 
     models = import_module(f"mlx_lm.models.{architecture.module}")
     args = getattr(models, f"{architecture.prefix}ModelArgs").from_dict(arguments)
-    _check_head_size(header, architecture, args)
+    if architecture.attention and not hasattr(args, "head_dim"):  # then the class takes it to be hidden_size / heads
+        attention = read_attention(header)
+        if attention.d_head * attention.n_head != args.hidden_size:
+            heads = f"{attention.n_head} heads of {attention.d_head} channels are not the {args.hidden_size} channels"
+            raise unsupported(file, f"{heads} that mlx-lm's {architecture.module} expects")
     module: nn.Module = getattr(models, f"{architecture.prefix}Model")(args)
     if tied and architecture.module == "gemma3_text":
         module.sanitize({})  # to this class the output matrix is the embedding where none is handed to it
@@ -277,22 +285,11 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
     )
 
 
-def _check_head_size(header: Header, architecture: Architecture, args: Any) -> None:
-    """Some classes take the width of a head to be ``hidden_size / heads`` whatever the file says."""
-    if architecture.attention and not hasattr(args, "head_dim"):
-        attention = read_attention(header)
-        if attention.d_head * attention.n_head != args.hidden_size:
-            raise UnsupportedModel(
-                f"{header.name}: {attention.n_head} heads of {attention.d_head} channels are not the "
-                f"{args.hidden_size} channels that mlx-lm's {architecture.module} expects; use --backend llama-cpp"
-            )
-
-
 def rope_scaling(header: Header) -> tuple[RopeScaling, int | None]:
     """How positions are scaled, and the context length up to which that holds."""
     kind = str(header.field("rope.scaling.type", "linear"))
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise UnsupportedModel(f"{header.name}: unknown rope scaling {kind!r}; use --backend llama-cpp")
+        raise unsupported(header.file, f"unknown rope scaling {kind!r}")
     factor = header.real("rope.scaling.factor", 0.0) or 1.0
     n_ctx = header.file.n_ctx_train
     n_original = header.integer("rope.scaling.original_context_length", n_ctx)
@@ -322,7 +319,7 @@ def install_rope(
     attention = read_attention(header)
     base = header.real("rope.freq_base", 10000.0)
     if scaling.factors is not None and len(scaling.factors) != attention.d_rope // 2:
-        raise UnsupportedModel(f"{header.name}: its rope factors do not fit {attention.d_rope} rotating channels")
+        raise unsupported(header.file, f"its rope factors do not fit {attention.d_rope} rotating channels")
     windows = _windows(module)
     everywhere = Rope(attention.d_rope, base, interleaved=architecture.interleaved, scaling=scaling)
     local_base = getattr(args, "rope_local_base_freq", base)

@@ -77,6 +77,7 @@ _GROUPS: tuple[tuple[tuple[str, ...], list[str]], ...] = (
 )  # fmt: skip
 
 SPLITS = {name: expressions for names, expressions in _GROUPS for name in names}
+"""Expressions in Oniguruma's syntax: each cuts what the ones before left in one piece."""
 
 IGNORES_MERGES = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4", "glm5")
@@ -84,28 +85,20 @@ IGNORES_MERGES = frozenset(
 """Splits whose words are taken whole where the vocabulary has them, whatever the merges say."""
 
 
-def word_split(pre: str, file_name: str) -> list[str]:
-    """The expressions of a split, in Oniguruma's syntax: each cuts what the ones before left in one piece.
+class ByteLevel:
+    """Byte-level BPE over text without special tokens; see ``backends.tokenizer.ByteLevelMaker``.
 
     Raises:
-        UnsupportedModel: the split is not known here.
+        UnsupportedModel: an unknown split into words.
     """
-    expressions = SPLITS.get(pre or "default")
-    if expressions is None:
-        raise UnsupportedModel(
-            f"{file_name} splits words by the rule {pre!r}, which the MLX backend "
-            "does not know; use --backend llama-cpp"
-        )
-    return expressions
-
-
-class ByteLevel:
-    """Byte-level BPE over text without special tokens; see ``backends.tokenizer.ByteLevelMaker``."""
 
     def __init__(self, ids: Mapping[str, int], merges: Iterable[str], pre: str, file_name: str) -> None:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in word_split(pre, file_name)]
+        if pre not in SPLITS:
+            what = f"{file_name} splits words by the rule {pre!r}, which the MLX backend does not know"
+            raise UnsupportedModel(f"{what}; use --backend llama-cpp")
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[pre]]
         pairs = dict.fromkeys(_pair(merge) for merge in merges if " " in merge[1:])
         # The package wants a token for every byte, every merge and what it merges. llama.cpp does without: what a merge
         # without a token leaves is looked up letter by letter, and what has no token is dropped.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from localspec.backends.base import Progress
-from localspec.backends.mlx.architecture import Architecture, Header
+from localspec.backends.mlx.architecture import Architecture, Header, unsupported
 from localspec.errors import EngineError, UnsupportedModel
 from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, TensorInfo, dequantised
 
@@ -371,10 +371,7 @@ def fill(
     if blocks is not None:  # what the file's blocks share is of its first ones
         lost = {name for name in lost if (not first if (block := block_of(name)) is None else block in blocks)}
     if lost:
-        raise UnsupportedModel(
-            f"{file.path.name}: the mlx backend does not use {_some(lost)} in a {file.architecture} model; "
-            "use --backend llama-cpp"
-        )
+        raise unsupported(file, f"the mlx backend does not use {_some(lost)} in a {file.architecture} model")
     missing = places.keys() - file.tensors.keys()
     for name in [*missing]:
         owner, parameter, _ = places[name]
