@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import mlx.core as mx
@@ -12,7 +11,6 @@ import mlx.nn as nn
 import numpy as np
 
 from localspec.backends.base import Capabilities, FloatArray, Forward, Model, Wanted
-from localspec.backends.best_rows import best_pays, head_pass
 from localspec.backends.mlx.architecture import ARCHITECTURES, Architecture, Attention, Header, read_attention
 from localspec.backends.mlx.library import NAME, binding, owner
 from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
@@ -61,11 +59,7 @@ class MLXHeadModel(MLXModel):
         on_gpu = self.device == mx.Device(mx.gpu)
         self.capabilities = Capabilities(device="gpu" if on_gpu else "cpu", hidden=True, float_rows=True)
 
-    @cached_property
-    def finds_best(self) -> bool:
-        return self.capabilities.device == "gpu" and best_pays(self, head_pass)
-
-    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> MLXHeadContext:
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXHeadContext:
         return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
 
 
@@ -87,13 +81,13 @@ class MLXHeadContext(HeadContext, MLXContext):
 
         return self._owner.run(compute)
 
-    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         self._check_tokens(tokens)
-        return super()._decode_floats(rows, tokens, logits, n_best)
+        return super()._decode_floats(rows, tokens, logits)
 
 
 class MLXBlockContext(MLXHeadContext):
-    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         for start in range(0, len(rows), self._n_chunk):
             part = rows[start : start + self._n_chunk]
             self._owner.run(lambda part=part: self._remember(part))  # type: ignore[misc]
@@ -112,7 +106,7 @@ class MLXBlockContext(MLXHeadContext):
         memory.n_past += len(rows)
 
     def _guess(self, block: Sequence[int], n_best: int) -> Forward:
-        return self._pass(block, "all", n_best=n_best)
+        return self._pass(block, "all")
 
 
 # Parts of networks of heads, built as mlx-lm's model classes are: memory, rotary embedding, repacking and passes are

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from localspec.backends.base import Context, Forward, Model
-from localspec.backends.best_rows import LEAST, MOST, best_pays, by_token
+from localspec.backends.best_rows import LEAST, MOST, best_pays
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama.passes import BestLogits
 from localspec.sampling.sampling import top_k_ids
@@ -18,26 +18,16 @@ from tests.support import ggufs
 from tests.support.contexts import fresh_rows, some_tokens
 from tests.support.gguf_vocabs import spm_vocab
 
-MOST_TOGETHER = {"llama-cpp": MOST_ROWS, "mlx": 32}
-"""Rows of the widest pass, on a CPU, of which the largest logits can be had."""
 
-
-def loaded(path: Path, engine: str = "llama-cpp") -> Model:
-    model = open_backend(engine).load(path, n_threads=1)
-    if isinstance(model, LlamaModel) and not model.binding.finds_best:
+def loaded(path: Path) -> LlamaModel:
+    model: LlamaModel = open_backend("llama-cpp").load(path, n_threads=1)
+    if not model.binding.finds_best:
         pytest.skip("this llama-cpp-python has no samplers in its graph")
     return model
 
 
-@pytest.fixture(scope="module", params=list(MOST_TOGETHER))
-def model(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model]:
-    with loaded(tiny.spm, request.param) as model:
-        model.__dict__["finds_best"] = True
-        yield model
-
-
 @pytest.fixture(scope="module")
-def llama(tiny: TinyFiles) -> Iterator[LlamaModel]:
+def model(tiny: TinyFiles) -> Iterator[LlamaModel]:
     with loaded(tiny.spm) as model:
         model.__dict__["finds_best"] = True
         yield model
@@ -96,7 +86,7 @@ def test_whole_rows_come_as_before_in_between(context: Context, model: Model) ->
 
 
 def test_what_cannot_be_had_so_is_whole(context: Context, model: Model) -> None:
-    n_before, most = 0, MOST_TOGETHER[model.backend]
+    n_before, most = 0, MOST_ROWS
     for n_tokens, n_best in ((most + 1, 1), (2, MOST), (2, model.n_vocab)):
         forward = context.decode([7] * n_tokens, n_best=n_best)
         assert forward.ids is None
@@ -109,15 +99,14 @@ def test_what_cannot_be_had_so_is_whole(context: Context, model: Model) -> None:
     assert forward.best()[0] < model.n_vocab
 
 
-@pytest.mark.parametrize("engine", MOST_TOGETHER)
-def test_equals_at_the_end_have_the_row_whole(engine: str, tmp_path: Path) -> None:
+def test_equals_at_the_end_have_the_row_whole(tmp_path: Path) -> None:
     """Of a hundred that are equal the device could take any; and the memory is as if nothing had been tried."""
     shape, vocab = ggufs.Shape(n_layer=1, n_embd=32, n_head=2, n_head_kv=1, n_ff=32), spm_vocab()
     path = tmp_path / "equals.gguf"
     weights = ggufs.llama_weights(shape, len(vocab))
     weights["output.weight"][100:200] = 3.0 * weights["output.weight"][100]
     ggufs.write_llama(path, shape=shape, vocab=vocab, weights=weights)
-    with loaded(path, engine) as model, model.new_context(64) as plain:
+    with loaded(path) as model, model.new_context(64) as plain:
         model.__dict__["finds_best"] = True
         context, n_whole = model.new_context(64), 0
         for token in some_tokens(12, n_vocab=99):
@@ -132,83 +121,27 @@ def test_equals_at_the_end_have_the_row_whole(engine: str, tmp_path: Path) -> No
         context.close()
 
 
-def test_a_device_without_the_means_gives_whole_rows(llama: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_the_means_gives_whole_rows(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it cannot, the engine leaves the chain out and counts every logit."""
-    monkeypatch.setattr(llama.binding.lib, "llama_get_sampled_candidates_count_ith", lambda *_: llama.n_vocab)
-    expected = fresh_rows(llama, [5, 6, 7])
-    with llama.new_context(256) as context:
+    monkeypatch.setattr(model.binding.lib, "llama_get_sampled_candidates_count_ith", lambda *_: model.n_vocab)
+    expected = fresh_rows(model, [5, 6, 7])
+    with model.new_context(256) as context:
         assert np.array_equal(context.decode([5, 6, 7], n_best=1).logits, expected)
         monkeypatch.undo()
         assert context.decode([8], n_best=1).ids is None  # it is not asked again
         assert context.tokens == [5, 6, 7, 8]
 
 
-def test_without_memory_for_it_nothing_is_tried(llama: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_it_nothing_is_tried(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine would end the process."""
     monkeypatch.setattr(BestLogits, "_has_room", lambda self: False)
-    with llama.new_context(256) as context:
+    with model.new_context(256) as context:
         assert context.decode([5, 6], n_best=1).ids is None
-
-
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_no_number_has_the_row_whole_on_mlx(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, wrong: float
-) -> None:
-    """Wherever it stands: the device looks at all of the row."""
-    with loaded(tiny.spm, "mlx") as model:
-        import mlx.core as mx
-
-        from localspec.backends.mlx.network import Network
-
-        model.__dict__["finds_best"] = True
-        logits, spoilt = Network.logits, np.zeros(model.n_vocab, dtype=np.float32)
-        spoilt[17] = wrong
-        with model.new_context(64) as context:
-            assert context.decode([5, 6], n_best=1).ids is not None
-            monkeypatch.setattr(Network, "logits", lambda self, hidden: logits(self, hidden) + mx.array(spoilt))
-            forward = context.decode([7, 8], n_best=1)
-            assert forward.ids is None
-            assert not np.isfinite(forward.logits[:, 17]).any()
-            assert np.isfinite(np.delete(forward.logits, 17, axis=1)).all()
-            assert context.tokens == [5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("n_vocab", [64, 200, 64 * 128 + 127, 65 * 128 + 127, 151_936])
-def test_mlx_finds_them_among_many(n_vocab: int) -> None:
-    """With equals everywhere, which the device may choose from; with nearly all in a block, or minus infinity."""
-    open_backend("mlx")
-    import mlx.core as mx
-
-    from localspec.backends.mlx.model import largest
-
-    rng = np.random.default_rng(n_vocab)
-    rows = np.round(rng.standard_normal((4, n_vocab)) * 4, 1).astype(np.float32)
-    rows[1] = np.arange(n_vocab) % 1000 * 1e-3
-    rows[1, -60:] = np.arange(60) + 10
-    rows[2, :-1] = -np.inf
-    rows[3] = rng.permutation(n_vocab)
-    for n_best in (1, 5, 40, 63):
-        for row in rows:
-            best = largest(mx.array(row[None]), n_best)
-            assert best is not None
-            found, ordered = by_token(*map(np.array, best), n_best), np.sort(row)[::-1]
-            k = best[0].shape[1]
-            assert np.array_equal(np.sort(np.array(best[0])[0])[::-1], ordered[:k])
-            assert (found is None) == (ordered[n_best - 1] == ordered[k - 1] > -np.inf)
-            if found is not None:
-                (values,), (ids,) = found
-                assert (np.diff(ids) > 0).all()
-                assert np.array_equal(row[ids], values)
-                assert set(np.flatnonzero(row >= max(ordered[n_best - 1], -1e9))) <= set(ids)
-            row = np.where(np.arange(n_vocab) == 17, np.float32("nan"), row)
-            unsure = largest(mx.array(row[None]), n_best)
-            assert unsure is not None
-            assert by_token(*map(np.array, unsure), n_best) is None
 
 
 def test_it_is_used_where_it_takes_less_time(model: Model) -> None:
     """On a CPU it is not: rows are at hand there. The trial itself leaves nothing behind."""
-    with loaded(model.path, model.backend) as other:
+    with loaded(model.path) as other:
         assert isinstance(best_pays(other), bool)
         assert "finds_best" not in other.__dict__
         assert not other.finds_best

@@ -20,18 +20,11 @@ def cut(forward: Forward, n_best: int) -> Forward:
     return Forward(np.take_along_axis(forward.logits, ids, 1), forward.hidden, ids)
 
 
-def force_best(patch: pytest.MonkeyPatch, engine: str, finds_best: bool) -> list[Context]:
-    """Whether models and heads of an engine find the largest logits; returns the contexts of passes that were cut, as
+def force_best(patch: pytest.MonkeyPatch, finds_best: bool) -> list[Context]:
+    """Whether models and heads on llama.cpp find the largest logits; returns the contexts of passes that were cut, as
     they come."""
     cut: list[Context] = []
-    if engine == "mlx":
-        from localspec.backends.mlx import model
-        from localspec.heads import mlx as mlx_module
-
-        kinds: tuple[type[Any], ...] = (model.MLXModel, mlx_module.MLXHeadModel)
-    else:
-        kinds = (LlamaModel, LlamaHeadModel)
-    for kind in kinds:
+    for kind in (LlamaModel, LlamaHeadModel):
         patch.setattr(kind, "finds_best", finds_best)
     feed = Context._feed
 

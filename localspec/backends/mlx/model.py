@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from inspect import signature
 from itertools import groupby
 from operator import itemgetter
@@ -33,7 +32,6 @@ from localspec.backends.base import (
     layer_name,
     n_wanted,
 )
-from localspec.backends.best_rows import best_pays, by_token, n_looked_for
 from localspec.backends.mlx.cache import KV_BITS, LayerCaches, Tree
 from localspec.backends.mlx.library import NAME, binding, owner
 from localspec.backends.mlx.network import Network, load_network
@@ -53,37 +51,6 @@ from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.kv_memory import check_kv_type
 from localspec.model_files.nextn import has_layer
 
-# -- the largest logits of each row, see ``backends.best_rows`` --------------------------------------------------------
-
-_BLOCK = 128
-
-
-def largest(logits: mx.array, n_best: int) -> tuple[mx.array, mx.array] | None:
-    """The largest of logits [n_rows, n_vocab], ``n_best`` (over 0) or more of each row, and their tokens, in any order
-    [n_rows, k]; NaN where any logit is. None where rows must be whole.
-
-    A GPU sorts all of a row to partition it. The k largest logits are in the k blocks with the largest maxima, so only
-    maxima and k blocks are sorted; among equals at the end some may then be missing, as ever.
-    """
-    n_rows, n_vocab = logits.shape
-    k = n_looked_for(n_best, n_vocab)
-    if not k:
-        return None
-    n_blocks = n_vocab // _BLOCK
-    if n_blocks <= k:
-        candidates = mx.broadcast_to(mx.arange(n_vocab), logits.shape)
-    else:
-        blocks = logits[:, : n_blocks * _BLOCK].reshape(n_rows, n_blocks, _BLOCK)
-        near = mx.argpartition(blocks.max(axis=-1), -k, axis=-1)[:, -k:]
-        rest = mx.arange(n_blocks * _BLOCK, n_vocab, dtype=near.dtype)
-        inside = near[..., None] * _BLOCK + mx.arange(_BLOCK, dtype=near.dtype)
-        candidates = mx.concatenate([inside.reshape(n_rows, -1), mx.broadcast_to(rest, (n_rows, len(rest)))], axis=-1)
-    found = mx.take_along_axis(logits, candidates, axis=-1)
-    at = mx.argpartition(found, -k, axis=-1)[:, -k:]
-    values = mx.where(mx.isnan(logits).any(), mx.nan, mx.take_along_axis(found, at, axis=-1))
-    return values, mx.take_along_axis(candidates, at, axis=-1)
-
-
 # -- one sequence ------------------------------------------------------------------------------------------------------
 
 N_CHUNK = {"gpu": 512, "cpu": 32}
@@ -100,7 +67,6 @@ class MLXContext(Context):
 
     def __init__(self, model: MLXModel, n_ctx: int, hidden: tuple[str, ...]) -> None:
         super().__init__(model, n_ctx, hidden)
-        self.finds_best = model.finds_best
         self._owner = model.owner
         self.memory = LayerCaches(model.network, model.kv_type)
         self._n_chunk = N_CHUNK[model.capabilities.device]
@@ -109,17 +75,10 @@ class MLXContext(Context):
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
         return self._in_pieces(tokens, logits)
 
-    def _decode_best(self, tokens: Sequence[int], n_best: int, logits: Wanted, rows: FloatArray | None) -> Forward:
-        if len(tokens) > self._n_chunk:  # several passes, whose rows have to be alike
-            n_best = 0
-        if rows is not None:
-            return self._decode_floats(rows, tokens, logits, n_best)
-        return self._in_pieces(tokens, logits, n_best=n_best)
-
-    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted, n_best: int = 0) -> Forward:
+    def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         if self._first_float is None:
             self._first_float = self.n_past
-        return self._in_pieces(tokens, logits, rows, n_best=n_best)
+        return self._in_pieces(tokens, logits, rows)
 
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
         return self._in_pieces(tokens, "none", n_layers=n_layers)
@@ -144,7 +103,7 @@ class MLXContext(Context):
         self._owner.run(lambda: self.memory.keep(path))
 
     def _in_pieces(
-        self, tokens: Sequence[int], logits: Wanted, rows: FloatArray | None = None, **options: int
+        self, tokens: Sequence[int], logits: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
     ) -> Forward:
         self._catch_up()
         if self._partial is None:  # nothing ever goes on from rows of the first layers
@@ -156,12 +115,13 @@ class MLXContext(Context):
             end = min(start + self._n_chunk, len(tokens))
             wanted = logits if end == len(tokens) or logits == "all" else "none"
             piece = None if rows is None else rows[start:end]
-            forwards.append(self._pass(tokens[start:end], wanted, piece, **options))
+            forwards.append(self._pass(tokens[start:end], wanted, piece, n_layers))
         return joined(forwards)
 
-    def _pass(self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None = None, **options: int) -> Forward:
-        """One pass; ``options`` as for ``compute``."""
-        return self._owner.run(lambda: compute([(self, tokens, wanted)], rows=rows, **options))[0]
+    def _pass(
+        self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
+    ) -> Forward:
+        return self._owner.run(lambda: compute([(self, tokens, wanted)], rows=rows, n_layers=n_layers))[0]
 
     def lose_memory(self) -> None:
         """Half of the layers may have got their rows: start over, from the tokens, with the next pass."""
@@ -206,16 +166,13 @@ class MLXContext(Context):
 Fed = tuple[MLXContext, Sequence[int], Wanted]  # whose next tokens they are, and which rows to return
 
 
-def compute(
-    parts: Sequence[Fed], *, rows: FloatArray | None = None, n_layers: int | None = None, n_best: int = 0
-) -> list[Forward]:
+def compute(parts: Sequence[Fed], *, rows: FloatArray | None = None, n_layers: int | None = None) -> list[Forward]:
     """One pass over the next tokens of some sequences, and one evaluation; on the owner thread.
 
     Args:
         parts: at least one; the others are of a single sequence.
         rows: fed in the place of the tokens' embeddings [n, n_embd].
         n_layers: compute no further.
-        n_best: how many of the largest logits of each row are enough; 0 wants whole rows.
 
     Raises:
         EngineError: the engine failed; the memories are read again from their tokens.
@@ -233,7 +190,6 @@ def compute(
         places.append((slice(n - len(fed), n), range(n - n_wanted(logits, len(fed)), n)))
     n, chosen = len(tokens), [row for _, wanted in places for row in wanted]
     mx.set_default_device(model.device)
-    best: tuple[mx.array, mx.array] | None = None
     try:
         floats = None if rows is None else mx.array(rows[None]).astype(network.compute_dtype)
         ids = mx.array([tokens]) if rows is None or network.reads_tokens_too else mx.zeros((1, n), mx.int32)
@@ -248,14 +204,9 @@ def compute(
         found = {name: states[name][0] for name in names if name not in last_names}
         if chosen:
             found |= {name: states[name][0, of_chosen] for name in names if name in last_names}
-            whole = network.logits(states[NORM][:, of_chosen])[0].astype(mx.float32)
-            best = largest(whole, n_best) if n_best else None
-            found |= {} if best is not None else {"logits": whole}
+            found["logits"] = network.logits(states[NORM][:, of_chosen])[0]
         found = {name: array.astype(mx.float32) for name, array in found.items()}
-        mx.eval(found, best or (), [memory.arrays() for memory in memories])
-        cut = None if best is None else by_token(np.array(best[0], copy=False), np.array(best[1], copy=False), n_best)
-        if best is not None and cut is None:
-            found["logits"] = whole  # computed already
+        mx.eval(found, [memory.arrays() for memory in memories])
     except (RuntimeError, ValueError, MemoryError) as error:
         for context in contexts:
             context.lose_memory()
@@ -271,7 +222,7 @@ def compute(
     for of_all, wanted in places:
         of_wanted = slice(start, start := start + len(wanted))
         hidden = {name: arrays.get(name, nothing)[of_wanted if name in last_names else of_all] for name in names}
-        forwards.append(Forward(logits_found[of_wanted], hidden) if cut is None else Forward(cut[0], hidden, cut[1]))
+        forwards.append(Forward(logits_found[of_wanted], hidden))
     return forwards
 
 
@@ -445,12 +396,7 @@ class MLXModel(Model):
             raise Closed("this model was closed")
         return self._network
 
-    @cached_property
-    def finds_best(self) -> bool:
-        """Whether contexts look for the largest logits on the device: where that takes less time."""
-        return self.capabilities.device == "gpu" and best_pays(self)
-
-    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> MLXContext:
+    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXContext:
         most = self.network.max_context
         if most is not None and n_ctx > most:
             raise UsageError(

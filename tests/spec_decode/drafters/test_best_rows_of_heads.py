@@ -56,18 +56,18 @@ def early_exit(tiny: TinyFiles, folder: Path) -> Made:
 
 
 PUBLISHED = {
-    "eagle3 that borrows": (published(write_eagle3, own_output=False), ("mlx",)),
-    "eagle3 with a token map": (published(write_eagle3, n_out=200), ("llama-cpp", "mlx")),
-    "dflash with a token map": (published(write_dflash, n_out=250, block_size=16), ("llama-cpp", "mlx")),
+    "eagle3 with a token map": (published(write_eagle3, n_out=200), ("llama-cpp",)),
+    "dflash with a token map": (published(write_dflash, n_out=250, block_size=16), ("llama-cpp",)),
     "dspark behind the anchor": (
         published(write_dflash, markov=True, confidence=True, from_anchor=False, n_out=250),
         ("llama-cpp",),
     ),
-    "glm": (of_mtp("glm"), ("llama-cpp", "mlx")),
+    "glm": (of_mtp("glm"), ("llama-cpp",)),
 }
 OURS = {
-    "chained": (chained, ("llama-cpp", "mlx", "reference")),
-    "early exit": (early_exit, ("llama-cpp", "mlx", "reference")),
+    "chained": (ours("chained"), ("llama-cpp", "reference")),
+    "parallel": (ours("parallel"), ("reference",)),
+    "early exit": (early_exit, ("llama-cpp", "reference")),
 }
 
 
@@ -101,16 +101,15 @@ def open_llm(path: Path, draft: Any, engine: str) -> LLM:
 @pytest.mark.parametrize("heads", [*on_engines(PUBLISHED), *on_engines(OURS)], indirect=True)
 def test_it_drafts_what_it_drafts_of_whole_rows(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token; what asks for more is given whole rows. The reference engine hands out exactly what is asked for,
-    to the bit, but for its target. On the others the largest do not do in every third pass, which is then repeated."""
+    to the bit, but for its target. On llama.cpp the largest do not do in every third pass, which is then repeated."""
     (path, draft), engine = heads
     is_exact, n_passes = engine == "reference", count()
     found: list[dict[str, Any]] = []
     if not is_exact:
-        module = {"llama-cpp": "llama.passes", "mlx": "mlx.model"}[engine]
-        name = f"localspec.backends.{module}.by_token"
-        monkeypatch.setattr(name, lambda *given: by_token(*given) if next(n_passes) % 3 else None)
+        seldom = lambda *given: by_token(*given) if next(n_passes) % 3 else None  # noqa: E731
+        monkeypatch.setattr("localspec.backends.llama.passes.by_token", seldom)
     for finds_best in (False, True):
-        cut: list[Any] = [] if is_exact else force_best(monkeypatch, engine, finds_best)
+        cut: list[Any] = [] if is_exact else force_best(monkeypatch, finds_best)
         with open_llm(path, draft, engine) as llm:
             target = llm.run(lambda pair: pair.context)
             if is_exact and finds_best:
