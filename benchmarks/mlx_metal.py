@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlx.utils import tree_flatten
 from mlx_sizes import bytes_per_token
 
 from localspec import LLM, SamplingParams
@@ -86,8 +87,9 @@ def weights_table(models: dict[str, MLXModel], ms: dict[str, float], bandwidth: 
             in_file = bytes_per_token(file)
             repacked = bytes_per_token(file, str(model.network.compute_dtype).rpartition(".")[2])
         least = repacked / bandwidth * 1e3
+        in_memory = sum(array.nbytes for _, array in tree_flatten(model.network.module.parameters()))
         rows.append(
-            [role, model.path.name, megabytes(model.size_bytes), megabytes(model.network.size_bytes),
+            [role, model.path.name, megabytes(model.size_bytes), megabytes(in_memory),
              megabytes(in_file), megabytes(repacked), f"{repacked / in_file:.2f}",
              f"{least:.1f} ms", f"{ms[role]:.1f} ms", f"{least / ms[role]:.0%}"]
         )  # fmt: skip

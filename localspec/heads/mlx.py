@@ -88,9 +88,7 @@ class MLXHeadContext(HeadContext, MLXContext):
 
 class MLXBlockContext(MLXHeadContext):
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
-        for start in range(0, len(rows), self._n_chunk):
-            part = rows[start : start + self._n_chunk]
-            self._owner.run(lambda part=part: self._remember(part))  # type: ignore[misc]
+        self._owner.run(lambda: self._remember(rows))
         return Forward(np.empty((0, self.model.n_vocab), dtype=np.float32), {})
 
     def _remember(self, rows: FloatArray) -> None:

@@ -89,10 +89,14 @@ class Catalog(dict[str, Entry]):
         self.default = tuple(data["default"])
         self.fallback = tuple(data["fallback"])
 
-    @classmethod
-    def load(cls) -> Catalog:
+    @staticmethod
+    @cache
+    def load() -> Catalog:
         """The catalogue that ships with localspec; read once."""
-        return _shipped()
+        packaged = resources.files("localspec").joinpath("catalog.toml")
+        # In a checkout it has not been copied into the package.
+        file = packaged if packaged.is_file() else Path(__file__).resolve().parents[2] / "models" / "catalog.toml"
+        return Catalog(tomllib.loads(file.read_text("utf-8")))
 
     def entry(self, spec: str) -> Entry:
         """The entry of a catalogue name or an ``hf:OWNER/REPO/FILE.gguf`` address; else ``UnknownModel``."""
@@ -195,11 +199,3 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):  # a name too long, or with a NUL
         return False
-
-
-@cache
-def _shipped() -> Catalog:
-    packaged = resources.files("localspec").joinpath("catalog.toml")
-    # In a checkout it has not been copied into the package.
-    file = packaged if packaged.is_file() else Path(__file__).resolve().parents[2] / "models" / "catalog.toml"
-    return Catalog(tomllib.loads(file.read_text("utf-8")))

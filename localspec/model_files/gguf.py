@@ -197,8 +197,6 @@ class GGUFFile:
                     raise NotGGUF(f"{self.path.name} is empty")
                 if head[:4] != b"GGUF":
                     raise NotGGUF(f"{self.path.name} is not a GGUF file (it begins with {head[:4]!r})")
-                if len(head) < 8:
-                    raise NotGGUF(f"{self.path.name} is cut short: it has {len(head)} bytes; fetch it again")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ModelFileError(f"cannot read {self.path}: {error.strerror or error}") from None
@@ -501,10 +499,6 @@ class GGUFOutput:
             self._since = 0
         elif self._since > self._left[-1]:
             raise ValueError(f"a tensor of {self._left[-1]} bytes was given {self._since}")
-
-    @property
-    def complete(self) -> bool:
-        return not self._left
 
 
 def _text(text: str) -> bytes:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +60,6 @@ class Vocab:
         self.add_bos = kind == "llama" or (kind == "gpt2" and pre in KNOWN["pre_tokenizers"]["with_bos"])
         self._hidden: set[int] = set()
         self._shown: set[int] = set()
-        self._compared: dict[bool, tuple[ref[Vocab], str | None]] = {}
 
     @classmethod
     def none(cls) -> Vocab:
@@ -227,7 +225,7 @@ class Vocab:
         both; so may ``unk`` and ``pad``, which are never generated.
 
         Args:
-            other: the draft's vocabulary; of the last one the result is remembered.
+            other: the draft's vocabulary.
             special: whether special tokens must agree too, or only those of ordinary text.
 
         Returns:
@@ -235,12 +233,6 @@ class Vocab:
         """
         if not special and self.difference(other) is None:
             return None
-        known = self._compared.get(special)
-        if known is None or known[0]() is not other:
-            known = self._compared[special] = ref(other), self._compare(other, special)
-        return known[1]
-
-    def _compare(self, other: Vocab, special: bool) -> str | None:
         if self.kind != other.kind:
             return f"the target's tokenizer is of the kind {self.kind!r}, the draft's {other.kind!r}"
         shared = min(self.n_tokens, other.n_tokens)

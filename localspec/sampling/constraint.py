@@ -75,15 +75,8 @@ class _Tokens:
         raise AssertionError("asked only for forced tokens, and forcing is off")
 
 
+# Making one takes about a second for 152,000 tokens.
 _known: WeakKeyDictionary[Vocab, GrammarVocabulary] = WeakKeyDictionary()
-
-
-def vocabulary_of(vocab: Vocab) -> GrammarVocabulary:
-    """The grammar vocabulary of a model; made at the first call, in about a second for 152,000 tokens."""
-    if vocab not in _known:
-        _known[vocab] = GrammarVocabulary(vocab)
-    return _known[vocab]
-
 
 Mask = npt.NDArray[np.bool_]
 
@@ -96,7 +89,11 @@ def constraint_for(params: SamplingParams, vocab: Vocab) -> Constraint | None:
         EngineUnavailable: the library that matches grammars is not installed.
     """
     grammar = grammar_of(params.response_format, params.grammar)
-    return None if grammar is None else Constraint(vocabulary_of(vocab), grammar)
+    if grammar is None:
+        return None
+    if vocab not in _known:
+        _known[vocab] = GrammarVocabulary(vocab)
+    return Constraint(_known[vocab], grammar)
 
 
 class Constraint:

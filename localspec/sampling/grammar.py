@@ -27,7 +27,6 @@ from typing import Any, NoReturn, TypeVar
 from localspec.errors import EngineUnavailable, UsageError, shown
 
 LAST_CHARACTER = 0x10FFFF
-MAX_DEPTH = 64
 MAX_REPEAT = 10_000
 
 Ranges = tuple[tuple[int, int], ...]  # Sets of characters: increasing, disjoint code point ranges, both ends included
@@ -95,24 +94,25 @@ def _ending(rules: Mapping[str, Node]) -> set[str]:
     queue = list(rules)
     while queue:
         name = queue.pop()
-        if name not in ending and _ends(rules[name], ending):
+        if name not in ending and _has_text(rules[name], ending.__contains__, empty=False):
             ending.add(name)
             queue += users[name]
     return ending
 
 
-def _ends(node: Node, ending: set[str]) -> bool:
+def _has_text(node: Node, has_one: Callable[[str], bool], *, empty: bool) -> bool:
+    """Whether a node has a finite text, of the rules that have one; or, if asked, an empty one."""
     match node:
         case Chars():
-            return True
+            return not empty
         case Rule(name):
-            return name in ending
+            return has_one(name)
         case Sequence(parts):
-            return all(_ends(part, ending) for part in parts)
+            return all(_has_text(part, has_one, empty=empty) for part in parts)
         case Choice(options):
-            return any(_ends(option, ending) for option in options)
+            return any(_has_text(option, has_one, empty=empty) for option in options)
         case Repeat(body, least):
-            return least == 0 or _ends(body, ending)
+            return least == 0 or _has_text(body, has_one, empty=empty)
 
 
 def names_in(node: Node) -> Iterator[str]:
@@ -212,8 +212,6 @@ class _Reader:
 
     def group(self) -> Node:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            self.fail(f"parentheses are nested more than {MAX_DEPTH} deep")
         self.skip(_SPACE)
         node = self.choice()
         if not self.take(")"):
@@ -409,17 +407,7 @@ class _Writer:
 
     def _nullable(self, node: Node) -> bool:
         """Whether the empty text is one of its texts."""
-        match node:
-            case Chars():
-                return False
-            case Rule(name):
-                return self.nullable(self.rules[name])
-            case Sequence(parts):
-                return all(map(self.nullable, parts))
-            case Choice(options):
-                return any(map(self.nullable, options))
-            case Repeat(body, least):
-                return least == 0 or self.nullable(body)
+        return _has_text(node, lambda name: self.nullable(self.rules[name]), empty=True)
 
     def _prefix_free(self, node: Node) -> bool:
         """Whether it is regular, and surely no text of it begins another one; the empty text begins every text."""

@@ -409,9 +409,8 @@ class SamplingParams:
                 put(name, int(value))
             elif not (or_none and value is None):
                 raise self._refusal(name, f"a whole number{or_none}")
-        if not (isinstance(self.logit_bias, Mapping) and all(map(is_whole, self.logit_bias))):
-            raise self._refusal("logit_bias", "by token id")
-        if not all(map(is_number, self.logit_bias.values())):
+        bias = self.logit_bias
+        if not (isinstance(bias, Mapping) and all(map(is_whole, bias)) and all(map(is_number, bias.values()))):
             raise self._refusal("logit_bias", "numbers by token id")
         put("logit_bias", {int(token): as_float(bias) for token, bias in self.logit_bias.items()})
         if self.seed == -1:  # what other servers and their clients call a fresh one
@@ -646,12 +645,8 @@ def token_logprobs(row: Row, token: int, n_top: int) -> TokenLogprobs:
     """Logprobs of a token, and of the ``n_top`` most probable ones, by the raw logits that predict it [n_vocab]."""
     shifted = row - row.max()
     log_total = float(np.log(np.exp(shifted, dtype=np.float64).sum()))
-    top: tuple[tuple[int, float], ...] = ()
-    if n_top:
-        ids = top_k_ids(row, n_top)
-        best = ids[np.argsort(-shifted[ids], kind="stable")]
-        top = tuple((int(i), float(shifted[i]) - log_total) for i in best)
-    return TokenLogprobs(float(shifted[token]) - log_total, top)
+    best = largest_ids(row, n_top).tolist() if n_top else []
+    return TokenLogprobs(float(shifted[token]) - log_total, tuple((i, float(shifted[i]) - log_total) for i in best))
 
 
 def checked_top(n_top: int) -> int:

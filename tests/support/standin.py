@@ -27,7 +27,6 @@ class Server:
         short: bytes by which what is sent falls short of what a HEAD request was told.
         long: bytes by which what is sent is more than what a HEAD request was told.
         sizes: URL path -> size to tell a HEAD request instead of the true one; None tells none.
-        shift: bytes by which what is sent begins later than was asked for.
         ranges: whether ranges are given; else every answer is the whole file.
         hang: accept requests and never answer.
         requests: (method, path, first byte asked for) in order.
@@ -42,7 +41,7 @@ class Server:
         self.status = 0
         self.hang = False
         self.ranges = True
-        self.short = self.long = self.shift = 0
+        self.short = self.long = 0
         self.sizes: dict[str, int | None] = {}
         self.requests: list[tuple[str, str, int]] = []
         self._stopped = threading.Event()
@@ -92,7 +91,6 @@ class Server:
             return
         if body:
             content = content[: len(content) - self.short] + bytes(self.long)
-            first += self.shift if first else 0
         request.send_response(status)
         digest = self.digests.get(path, hashlib.sha256(self.files[path]).hexdigest())
         request.send_header("ETag", f'"{digest or "weak"}"')

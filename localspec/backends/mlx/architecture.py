@@ -65,7 +65,7 @@ class Header:
                 raise self.refusal(key, "differs between layers, which the mlx backend cannot compute")
             value = value[0]
         if not is_number(value):
-            raise self.refusal(key, "is missing" if value is None else f"is {value!r}, not a whole number")
+            raise self.refusal(key, "is missing" if value is None else f"is {value!r}, not a number")
         return float(value)
 
     def refusal(self, key: str, what: str) -> UnsupportedModel:
@@ -87,7 +87,7 @@ class Header:
         counts = counts if isinstance(counts, list) else [counts] * n_layer
         found = [i for i, count in enumerate(counts[:n_layer]) if count]
         if not 0 < len(found) < n_layer:
-            raise unsupported(self.file, f"{len(found)} of {n_layer} layers have attention, and not some of them")
+            raise unsupported(self.file, f"{len(found)} of {n_layer} layers have attention; mlx-lm needs both kinds")
         return found
 
     def expect(self, key: str, *accepted: float) -> None:

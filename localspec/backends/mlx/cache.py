@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
@@ -186,8 +186,6 @@ class LayerCaches:
         """Hold what ``export`` gave of ``n_past`` tokens; EngineError where the arrays do not fit ``like``, a memory of
         the same model that holds one token."""
         self.clear()
-        if not n_past and not arrays:
-            return
         wanted = {name: (array, has_rows) for name, array, has_rows in like._named()}
         if arrays.keys() != wanted.keys():
             raise EngineError("the saved state belongs to another model or cache type")
@@ -200,13 +198,10 @@ class LayerCaches:
             if array.shape != (*before, n_past if has_rows else n_rows, width) or array.dtype != template.dtype:
                 raise EngineError("the saved state does not have the shape that this model needs")
             taken[name] = array
-        for i, layer in enumerate(self.layers):
-            parts = [array for name, array in taken.items() if name.partition(".")[0] == str(i)]
+        for layer, parts in zip(self.layers, tree_unflatten([*taken.items()]), strict=True):
             if isinstance(layer, ArraysCache):
                 layer.cache = parts
             else:
-                half = len(parts) // 2
-                layer.keys, layer.values = (parts[:half], parts[half:]) if half > 1 else parts
-                layer.offset = n_past
+                (layer.keys, layer.values), layer.offset = parts, n_past
         mx.eval(list(taken.values()))
         self.n_past = n_past

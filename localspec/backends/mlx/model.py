@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from inspect import signature
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localspec.backends.base import (
+    N_UNINTERRUPTED,
     NORM,
     Capabilities,
     Context,
@@ -28,7 +28,6 @@ from localspec.backends.base import (
     SequenceBatch,
     SequencesInTurn,
     Wanted,
-    joined,
     layer_name,
     n_wanted,
 )
@@ -39,7 +38,6 @@ from localspec.backends.mlx.tokenizer import ByteLevel
 from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import Tokenizer
 from localspec.errors import (
-    Cancelled,
     Closed,
     EngineError,
     EngineUnavailable,
@@ -52,9 +50,6 @@ from localspec.model_files.kv_memory import check_kv_type
 from localspec.model_files.nextn import has_layer
 
 # -- one sequence ------------------------------------------------------------------------------------------------------
-
-N_CHUNK = {"gpu": 512, "cpu": 32}
-"""Most tokens in one pass; between passes Ctrl-C and ``interrupted`` are heard. A CPU gains nothing by more."""
 
 
 class MLXContext(Context):
@@ -69,19 +64,18 @@ class MLXContext(Context):
         super().__init__(model, n_ctx, hidden)
         self._owner = model.owner
         self.memory = LayerCaches(model.network, model.kv_type)
-        self._n_chunk = N_CHUNK[model.capabilities.device]
         self._first_float: int | None = None  # from this position on, tokens do not tell what was fed
 
     def _decode(self, tokens: Sequence[int], logits: Wanted) -> Forward:
-        return self._in_pieces(tokens, logits)
+        return self._pass(tokens, logits)
 
     def _decode_floats(self, rows: FloatArray, tokens: Sequence[int], logits: Wanted) -> Forward:
         if self._first_float is None:
             self._first_float = self.n_past
-        return self._in_pieces(tokens, logits, rows)
+        return self._pass(tokens, logits, rows)
 
     def _decode_first_layers(self, tokens: Sequence[int], n_layers: int) -> Forward:
-        return self._in_pieces(tokens, "none", n_layers=n_layers)
+        return self._pass(tokens, "none", n_layers=n_layers)
 
     def _decode_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> Forward:
         self._catch_up()
@@ -102,26 +96,13 @@ class MLXContext(Context):
     def _keep(self, path: Sequence[int]) -> None:
         self._owner.run(lambda: self.memory.keep(path))
 
-    def _in_pieces(
+    def _pass(
         self, tokens: Sequence[int], logits: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
     ) -> Forward:
         self._catch_up()
         if self._partial is None:  # nothing ever goes on from rows of the first layers
             self.memory.checkpoint()
-        forwards: list[Forward] = []
-        for start in range(0, len(tokens), self._n_chunk):
-            if start and self.interrupted is not None and self.interrupted():
-                raise Cancelled("decoding was stopped")
-            end = min(start + self._n_chunk, len(tokens))
-            wanted = logits if end == len(tokens) or logits == "all" else "none"
-            piece = None if rows is None else rows[start:end]
-            forwards.append(self._pass(tokens[start:end], wanted, piece, n_layers))
-        return joined(forwards)
-
-    def _pass(
-        self, tokens: Sequence[int], wanted: Wanted, rows: FloatArray | None = None, n_layers: int | None = None
-    ) -> Forward:
-        return self._owner.run(lambda: compute([(self, tokens, wanted)], rows=rows, n_layers=n_layers))[0]
+        return self._owner.run(lambda: compute([(self, tokens, logits)], rows=rows, n_layers=n_layers))[0]
 
     def lose_memory(self) -> None:
         """Half of the layers may have got their rows: start over, from the tokens, with the next pass."""
@@ -132,8 +113,8 @@ class MLXContext(Context):
     def _catch_up(self) -> None:
         """Feed again what the memory lost in a rollback that it could only do in part."""
         while self.memory.n_past < self.n_past:
-            start = self.memory.n_past
-            self._pass(self.tokens[start : min(start + self._n_chunk, self.n_past)], "none")
+            part = self.tokens[self.memory.n_past :][:N_UNINTERRUPTED]
+            self._owner.run(lambda part=part: compute([(self, part, "none")]))  # type: ignore[misc]
 
     def _truncate(self, n: int) -> None:
         if self._first_float is not None and n <= self._first_float:
@@ -153,7 +134,7 @@ class MLXContext(Context):
 
         def restored() -> None:
             sample = LayerCaches(self.model.network, self.model.kv_type)
-            self.model.network.hidden(mx.array([[0]]), sample.layers)
+            self.model.network.states(mx.array([[0]]), sample.layers, ())
             self.memory.restore(state.arrays, len(state.tokens), sample)
 
         self._owner.run(restored)
@@ -241,46 +222,29 @@ Part = tuple[slice, list[Any]]  # rows of one sequence in a pass, and its memory
 
 
 class MLXSequences(SequencesInTurn):
-    """Contexts of one model that are fed in one pass; one that is fed alone as a context is."""
+    """Contexts of one model that are fed in one pass; alone or with many tokens they are fed as contexts are."""
 
     model: MLXModel
     _sequences: Sequence[MLXContext]
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
-        if len(pieces) == 1:
+        if len(pieces) == 1 or sum(len(piece.tokens) for piece in pieces) > N_UNINTERRUPTED:
             return super()._decode(pieces)
-        contexts = [self._sequences[piece.sequence] for piece in pieces]
-        found: list[list[Forward]] = [[] for _ in pieces]
+        for piece in pieces:
+            self._check_held(piece.sequence)
+        contexts = [self._contexts[piece.sequence] for piece in pieces]
+        fed = [(context, piece.tokens, piece.logits) for context, piece in zip(contexts, pieces, strict=True)]
         try:
             for context in contexts:
                 context._catch_up()
-            for n_before, parts in enumerate(_passes(pieces, contexts[0]._n_chunk)):
-                if n_before and self.interrupted is not None and self.interrupted():
-                    raise Cancelled("decoding was stopped")
-                fed = [(contexts[number], tokens, logits) for number, tokens, logits in parts]
-                forwards = self.model.owner.run(lambda fed=fed: compute(fed))  # type: ignore[misc]
-                for (number, _, _), forward in zip(parts, forwards, strict=True):
-                    found[number].append(forward)
+            forwards = self.model.owner.run(lambda: compute(fed))
         except BaseException:
             for context in contexts:
                 context._truncate(context.n_past)
             raise
         for context, piece in zip(contexts, pieces, strict=True):
-            context._add(piece.tokens)
-        return [joined(forwards) for forwards in found]
-
-
-def _passes(pieces: Sequence[Piece], n_chunk: int) -> Iterator[list[tuple[int, Sequence[int], Wanted]]]:
-    """The pieces in passes of at most so many rows: in each, parts of pieces behind the pieces' numbers."""
-    rows = [(number, at) for number, piece in enumerate(pieces) for at in range(len(piece.tokens))]
-    for start in range(0, len(rows), n_chunk):
-        parts: list[tuple[int, Sequence[int], Wanted]] = []
-        for number, group in groupby(rows[start : start + n_chunk], key=itemgetter(0)):
-            places, (_, tokens, logits) = [at for _, at in group], pieces[number]
-            end = places[-1] + 1
-            wanted: Wanted = logits if end == len(tokens) or logits == "all" else "none"
-            parts.append((number, tokens[places[0] : end], wanted))
-        yield parts
+            context.tokens.extend(piece.tokens)
+        return forwards
 
 
 def can_divide(network: Network) -> bool:
@@ -302,47 +266,37 @@ def divided(network: Network, parts: Sequence[Part]) -> Iterator[None]:
     network is given is not used. On the owner thread."""
     layers = network.module.layers
     originals = [layer["self_attn"] for layer in layers]
-    masks = [_masks(caches, rows.stop - rows.start) for rows, caches in parts]
+    masks: list[dict[int | None, Any]] = []  # of each sequence, one for all layers that see the same
+    for rows, caches in parts:
+        of_window = {cache.window: cache for cache in caches}
+        masks.append({window: cache.make_mask(rows.stop - rows.start) for window, cache in of_window.items()})
     try:
         for i, (layer, attention) in enumerate(zip(layers, originals, strict=True)):
-            own = [(rows, mask[i], caches[i]) for (rows, caches), mask in zip(parts, masks, strict=True)]
-            layer["self_attn"] = _Divided(attention, own)
+            own = [(rows, mask[caches[i].window], caches[i]) for (rows, caches), mask in zip(parts, masks, strict=True)]
+            layer["self_attn"] = partial(_attend, attention, own)
         yield
     finally:
         for layer, attention in zip(layers, originals, strict=True):
             layer["self_attn"] = attention
 
 
-def _masks(caches: Sequence[Any], n: int) -> list[Any]:
-    """For each layer what the next n rows of a sequence see, made once for all layers that see the same."""
-    of_window = {window: cache.make_mask(n) for window, cache in {cache.window: cache for cache in caches}.items()}
-    return [of_window[cache.window] for cache in caches]
-
-
-class _Divided:
-    """mlx-lm's attention module over rows of several sequences, with a mask and a cache for each."""
-
-    def __init__(self, attention: nn.Module, parts: Sequence[tuple[slice, Any, Any]]) -> None:
-        self._attention = attention
-        self._parts = parts
-
-    def __call__(self, x: mx.array, *_: Any, **__: Any) -> mx.array:
-        """[1, n, n_embd] -> [1, n, n_embd]; the mask and cache that the layer hands over are not looked at."""
-        attention = self._attention
-        linear = {name: attention[name] for name in (_OUTPUT, *set.union(*_INPUTS)) if name in attention}
-        projected = {name: layer(x) for name, layer in linear.items() if name != _OUTPUT}
-        found = []
-        try:
-            attention[_OUTPUT] = lambda heads: heads
-            for rows, mask, cache in self._parts:
-                for name, array in projected.items():  # a layer that puts this out whatever is put in
-                    attention[name] = lambda _, part=array[:, rows]: part
-                found.append(attention(x[:, rows], mask, cache))
-        finally:
-            for name, layer in linear.items():
-                attention[name] = layer
-        output: mx.array = linear[_OUTPUT](mx.concatenate(found, axis=1))
-        return output
+def _attend(attention: nn.Module, parts: Sequence[tuple[slice, Any, Any]], x: mx.array, *_: Any, **__: Any) -> mx.array:
+    """mlx-lm's attention over rows [1, n, n_embd] of several sequences, with a mask and a cache for each; those that
+    the layer hands over are not looked at."""
+    linear = {name: attention[name] for name in (_OUTPUT, *set.union(*_INPUTS)) if name in attention}
+    projected = {name: layer(x) for name, layer in linear.items() if name != _OUTPUT}
+    found = []
+    try:
+        attention[_OUTPUT] = lambda heads: heads
+        for rows, mask, cache in parts:
+            for name, array in projected.items():  # a layer that puts this out whatever is put in
+                attention[name] = lambda _, part=array[:, rows]: part
+            found.append(attention(x[:, rows], mask, cache))
+    finally:
+        for name, layer in linear.items():
+            attention[name] = layer
+    output: mx.array = linear[_OUTPUT](mx.concatenate(found, axis=1))
+    return output
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -120,10 +120,6 @@ class Network:
         """Whether some layers keep a state that cannot be rewound."""
         return any(self.layer_states)
 
-    def hidden(self, tokens: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """The last layer's states, normalised, as the output matrix takes them: [1, n] -> [1, n, n_embd]."""
-        return cast(mx.array, self._trunk(tokens, cache))
-
     def states(
         self,
         tokens: mx.array,
@@ -133,7 +129,7 @@ class Network:
         rows: mx.array | None = None,
         n_layers: int | None = None,
     ) -> dict[str, mx.array]:
-        """``hidden``, as "norm" and "nextn", and the residual stream after the layers that are named [1, n, n_embd].
+        """The last layer's states, normalised, as "norm" and "nextn", and those after the layers that are named.
 
         What is not evaluated is not computed.
 
@@ -142,6 +138,9 @@ class Network:
             names: of hidden states, as ``Forward.hidden`` has them.
             rows: what the first layer takes instead of the tokens' embeddings [1, n, n_embd].
             n_layers: go no further than so many; "norm" has no meaning then.
+
+        Returns:
+            Each [1, n, n_embd].
         """
         states: dict[str, mx.array] = {}
         layers: list[Any] = self._trunk["layers"]
@@ -153,7 +152,7 @@ class Network:
             for i, layer in enumerate(originals[:n_layers])
         ]
         try:
-            states[NORM] = states[NEXTN] = self.hidden(tokens, cache)
+            states[NORM] = states[NEXTN] = self._trunk(tokens, cache)
         finally:
             layers[:] = originals
         return states

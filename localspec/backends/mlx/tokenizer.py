@@ -99,7 +99,8 @@ class ByteLevel:
             what = f"{file_name} splits words by the rule {pre!r}, which the MLX backend does not know"
             raise UnsupportedModel(f"{what}; use --backend llama-cpp")
         splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[pre]]
-        pairs = dict.fromkeys(_pair(merge) for merge in merges if " " in merge[1:])
+        spaces = ((merge, merge.find(" ", 1)) for merge in merges)
+        pairs = dict.fromkeys((merge[:at], merge[at + 1 :]) for merge, at in spaces if at > 0)
         # The package wants a token for every byte, every merge and what it merges. llama.cpp does without: what a merge
         # without a token leaves is looked up letter by letter, and what has no token is dropped.
         vocab, self._n_tokens = dict(ids), len(ids)
@@ -117,8 +118,3 @@ class ByteLevel:
         if self._spelled and max(tokens, default=0) >= self._n_tokens:
             return [each for token in tokens for each in self._spelled.get(token, (token,))]
         return tokens
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    at = merge.find(" ", 1)
-    return merge[:at], merge[at + 1 :]

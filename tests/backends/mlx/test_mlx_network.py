@@ -188,11 +188,12 @@ def test_the_default_precision_depends_on_the_device_the_file_and_its_states(
     # Norms this large make states of 10^5, which float16 does not hold.
     large = replace(LLAMA, extra={f"blk.{i}.ffn_norm.weight": np.full(256, 3e2, np.float32) for i in range(4)})
     gemma, huge = FILES["gemma3"].write(tmp_path / "gemma3.gguf"), large.write(tmp_path / "huge.gguf")
-    files = (usual, modest, huge, gemma)
-    assert [load_network(path).compute_dtype for path in files] == [mx.float32] * 4
+    beyond = replace(LLAMA, extra={"blk.2.ffn_norm.weight": np.full(256, 1e5, np.float32)})  # itself no float16
+    files = (usual, modest, huge, gemma, beyond.write(tmp_path / "beyond.gguf"))
+    assert [load_network(path).compute_dtype for path in files] == [mx.float32] * 5
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     dtypes = [load_network(path).compute_dtype for path in files]
-    assert dtypes == [mx.bfloat16, mx.float16, mx.float32, mx.float32]
+    assert dtypes == [mx.bfloat16, mx.float16, mx.float32, mx.float32, mx.float32]
     with load_head(write_random_head(usual, tmp_path / "head.gguf"), usual, "reference") as head:
         assert load_network(head.model.path).compute_dtype == mx.float32, "its rows come from outside"
 
@@ -264,7 +265,7 @@ REFUSED: dict[str, tuple[TinyFile, str]] = {
         TinyFile("lfm2", extra={"output.weight": np.zeros((64, 256), np.float32)}),
         r"does not use output\.weight in a lfm2 model",
     ),
-    "no head count": (replace(LLAMA, settings={"attention.head_count": "many"}), r"is 'many', not a whole number"),
+    "no head count": (replace(LLAMA, settings={"attention.head_count": "many"}), r"is 'many', not a number"),
     "a ternary tensor": (
         replace(LLAMA, types={"ffn_down.weight": "TQ2_0"}),
         r"cannot read blk\.0\.ffn_down\.weight as TQ2_0, only as Q4_0, .*BF16",
