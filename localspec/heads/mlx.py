@@ -59,7 +59,7 @@ class MLXHeadModel(MLXModel):
         on_gpu = self.device == mx.Device(mx.gpu)
         self.capabilities = Capabilities(device="gpu" if on_gpu else "cpu", hidden=True, float_rows=True)
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXHeadContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> MLXHeadContext:
         return (MLXBlockContext if self.head.block else MLXHeadContext)(self, n_ctx, hidden)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from localspec.backends.base import Context, Forward, Model
 from localspec.backends.best_rows import LEAST, MOST, best_pays
+from localspec.backends.llama.binding import MOST_ROWS
 from localspec.backends.llama.model import LlamaModel
 from localspec.backends.llama.passes import BestLogits
 from localspec.sampling.sampling import top_k_ids

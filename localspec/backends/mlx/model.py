@@ -222,17 +222,15 @@ Part = tuple[slice, list[Any]]  # rows of one sequence in a pass, and its memory
 
 
 class MLXSequences(SequencesInTurn):
-    """Contexts of one model that are fed in one pass; alone or with many tokens they are fed as contexts are."""
+    """Contexts of one model that are fed in one pass; one that is fed alone as a context is."""
 
     model: MLXModel
     _sequences: Sequence[MLXContext]
 
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:
-        if len(pieces) == 1 or sum(len(piece.tokens) for piece in pieces) > N_UNINTERRUPTED:
+        if len(pieces) == 1:
             return super()._decode(pieces)
-        for piece in pieces:
-            self._check_held(piece.sequence)
-        contexts = [self._contexts[piece.sequence] for piece in pieces]
+        contexts = [self._sequences[piece.sequence] for piece in pieces]
         fed = [(context, piece.tokens, piece.logits) for context, piece in zip(contexts, pieces, strict=True)]
         try:
             for context in contexts:
@@ -243,7 +241,7 @@ class MLXSequences(SequencesInTurn):
                 context._truncate(context.n_past)
             raise
         for context, piece in zip(contexts, pieces, strict=True):
-            context.tokens.extend(piece.tokens)
+            context._add(piece.tokens)
         return forwards
 
 
@@ -350,7 +348,7 @@ class MLXModel(Model):
             raise Closed("this model was closed")
         return self._network
 
-    def _new_context(self, n_ctx: int, n_threads: int, hidden: tuple[str, ...]) -> MLXContext:
+    def _new_context(self, n_ctx: int, hidden: tuple[str, ...]) -> MLXContext:
         most = self.network.max_context
         if most is not None and n_ctx > most:
             raise UsageError(

@@ -65,8 +65,7 @@ PUBLISHED = {
     "glm": (of_mtp("glm"), ("llama-cpp",)),
 }
 OURS = {
-    "chained": (ours("chained"), ("llama-cpp", "reference")),
-    "parallel": (ours("parallel"), ("reference",)),
+    "chained": (chained, ("llama-cpp", "reference")),
     "early exit": (early_exit, ("llama-cpp", "reference")),
 }
 
