@@ -322,9 +322,9 @@ class SpeculativeDecoder:
         else:
             assert self._verified is not None
             draft = self._verified
-            if len(forward) <= len(draft):  # the rest gave way to rows of other answers
-                draft = Draft(draft[: len(forward) - 1])
             params, constraint, rows = self._params, self._constraint, forward.logits
+            if len(rows) <= len(draft):  # the rest gave way to rows of other answers
+                draft = Draft(draft[: len(rows) - 1])
             judging: Rows = rows if constraint is None else constraint.rows(rows, draft.ids, params)
             verdict = verify(draft, judging, tokens, params, self._noise, forward.ids)
             read = [tokens[-1], *draft.ids]

@@ -34,17 +34,11 @@ class Draft(list[DraftToken]):
     """The draft tokens of one round; empty means plain decoding.
 
     A chain, each token behind the one before it, unless ``add`` makes it branch: then it is a tree, of which the target
-    accepts one path. ``parents`` are as for ``add``; None is a chain.
+    accepts one path.
     """
 
-    __slots__ = ("_parents", "branches")
-
-    def __init__(self, tokens: Iterable[DraftToken] = (), parents: Sequence[int] | None = None) -> None:
-        super().__init__(() if parents is not None else tokens)
-        self.branches = False
-        self._parents: list[int] = []  # of a chain nothing is kept
-        for token, parent in zip(tokens, parents or (), strict=True) if parents is not None else ():
-            self.add(token, parent)
+    branches = False
+    _parents: Sequence[int] = ()  # of a chain nothing is kept
 
     @property
     def ids(self) -> list[int]:
@@ -53,12 +47,7 @@ class Draft(list[DraftToken]):
     @property
     def parents(self) -> list[int]:
         """For each draft token the index of the one that it follows; -1 is the last settled token."""
-        return self._parents if self.branches else list(range(-1, len(self) - 1))
-
-    @property
-    def depth(self) -> int:
-        """How many draft tokens the longest path has."""
-        return max((len(self.path(i)) for i in range(len(self))), default=0) if self.branches else len(self)
+        return list(self._parents if self.branches else range(-1, len(self) - 1))
 
     def children(self, index: int) -> Sequence[int]:
         """The draft tokens that follow a draft token, or with -1 the last settled one: indices, in order."""
@@ -86,10 +75,8 @@ class Draft(list[DraftToken]):
             raise ValueError(f"no draft token {parent} to follow: there are {last + 1}")
         if any(self[child].id == token.id for child in self.children(parent)):
             raise ValueError(f"token {token.id} follows draft token {parent} already")
-        if parent != last and not self.branches:
-            self._parents, self.branches = self.parents, True
-        if self.branches:
-            self._parents.append(parent)
+        if parent != last or self.branches:
+            self._parents, self.branches = [*self.parents, parent], True
         self.append(token)
 
 
@@ -269,10 +256,6 @@ class Round:
         return "".join(span.text for span in self.spans if span.part == "thinking")
 
     @property
-    def width(self) -> int:
-        return len(self.emitted) if self.verdict.kind == "forced" else len(self.draft) + 1
-
-    @property
     def tokens_expected(self) -> float:
         """Tokens that the round was expected to emit, the target's own included: 1 + a_1 + a_1·a_2 + …, over all paths
         of a draft that branches."""
@@ -362,7 +345,8 @@ class SpecStats(Mapping[str, Any]):
         self.num_rounds += not forced
         self.num_draft_tokens += len(round_.draft)
         self.num_accepted_tokens += round_.verdict.n_accepted
-        depth = round_.draft.depth
+        draft = round_.draft
+        depth = max(len(draft.path(i)) for i in range(len(draft))) if draft.branches else len(draft)
         missing = depth - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * missing)
         self.accepted_per_position.extend([0] * missing)

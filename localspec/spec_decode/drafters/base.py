@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -120,6 +120,7 @@ class Drafter(ABC):
 SURE_COPY = 0.7  # confidence of a copy under which a draft model is asked instead, where nothing is weighed
 
 
+@dataclass
 class Plan:
     """The permission to draft in one round; drafters ask it token by token.
 
@@ -127,20 +128,20 @@ class Plan:
     while there is room. Others weigh.
 
     Args:
-        room: most tokens of the draft.
+        room: how many more tokens may be drafted in this round.
         copying: sources whose copies give way to a draft model's token where they are under ``SURE_COPY``.
         n_branches: most tokens of the draft outside of its chain.
     """
 
-    gives_way = False  # whether the draft's end may be left out where draft tokens of other answers are worth more
-
-    def __init__(self, room: int, copying: Collection[str] = (), n_branches: int = 0) -> None:
-        self.room = room  # how many more tokens may be drafted in this round
-        self._copying, self._n_branches = copying, n_branches
+    room: int
+    copying: Collection[str] = ()
+    n_branches: int = 0
+    # Whether the draft's end may be left out where draft tokens of other answers are worth more.
+    gives_way: ClassVar[bool] = False
 
     def branching(self) -> Branching | None:
         """The permission to let the draft branch; None where that cannot pay."""
-        return Branching(self._n_branches) if self._n_branches else None
+        return Branching(self.n_branches) if self.n_branches else None
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         """In which order drafters are asked for the next token of the draft."""
@@ -182,17 +183,17 @@ class Plan:
         that the draft token will be a sample instead. Returns the calibrated probability of acceptance if the token
         should be sent, else None.
         """
-        if self.room <= 0 or (confidence < SURE_COPY and source in self._copying):
+        if self.room <= 0 or (confidence < SURE_COPY and source in self.copying):
             return None
         self.room -= 1
         return confidence
 
 
+@dataclass
 class Branching:
     """The permission to add branches to a drafted chain, asked token by token. This one takes all there is room for."""
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    room: int
 
     def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
         """Whether another token that follows the draft token ``parent`` is worth a row of the target's pass.
