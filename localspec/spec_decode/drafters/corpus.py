@@ -255,7 +255,8 @@ class Segment:
         self.kept, self.n_kept = list(names), sum(n for _, n in spans)
 
     def longest(self, text: bytes) -> int:
-        """How many tokens the longest match of a text has, of which ``text`` are the last, see ``backwards``."""
+        """How many tokens the longest match of a text has, of which ``text`` are the last, as the file has tokens: the
+        last first."""
         beginning = self._beginning(len(text))
         i = bisect_left(self._order, text, key=beginning)
         near = (beginning(self._order[j]) for j in (i - 1, i) if 0 <= j < self.n_tokens)
@@ -284,16 +285,9 @@ class Segment:
         return self.tokens[each.start : each.start + each.n_tokens]
 
 
-def backwards(tokens: Sequence[int]) -> bytes:
-    """The last tokens of a text as ``Segment.longest`` wants them."""
-    return b"".join([token.to_bytes(WIDTH, "big") for token in tokens[: -DEPTH - 1 : -1]])
-
-
 def _n_shared(text: bytes, other: bytes) -> int:
     """Tokens that two texts of the same length begin with."""
-    if len(other) < len(text):
-        other = other.ljust(len(text), b"\xff")
-    differing = int.from_bytes(text, "big") ^ int.from_bytes(other, "big")
+    differing = int.from_bytes(text, "big") ^ int.from_bytes(other.ljust(len(text), b"\xff"), "big")
     return (8 * len(text) - differing.bit_length()) // (8 * WIDTH)
 
 
@@ -431,7 +425,7 @@ class CorpusIndex:
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest match of the end of a text: two binary searches, and two more where it is."""
         text = list(tokens[-DEPTH:])
-        key = backwards(text)
+        key = np.array(text[::-1], dtype=">u4").tobytes()
         lengths = [segment.longest(key) for segment in self.segments] if text else []
         length = max(lengths, default=0)
         if not length:
@@ -439,7 +433,7 @@ class CorpusIndex:
         places, is_whole = list[tuple[Segment, int]](), True
         for segment, n in zip(self.segments, lengths, strict=True):
             if n == length:
-                found, are_all = segment.places(key[: length * 4], MOST_PLACES)
+                found, are_all = segment.places(key[: length * WIDTH], MOST_PLACES)
                 places += [(segment, place) for place in found]
                 is_whole = is_whole and are_all
         return Match(text, length, places, is_whole)
@@ -490,8 +484,8 @@ class CorpusIndex:
         self._open()
         new = self._new()
         self.is_current = not new and sum(len(segment.files) for segment in self.segments) == len(self._files)
-        sizes = (sum(file.size for file in files) for files in (self._files.values(), new))
-        return Survey(len(self._files), next(sizes), len(new), next(sizes))
+        n_bytes, new_bytes = (sum(file.size for file in files) for files in (self._files.values(), new))
+        return Survey(len(self._files), n_bytes, len(new), new_bytes)
 
     def _look(self) -> Steps[None]:
         found = yield from self.source.files()
