@@ -292,37 +292,33 @@ class Proposer:
         Raises:
             DrafterFailed: the logits are not numbers.
         """
+        greedy, constraint = self.params.greedy, self.constraint
         if self.n_vocab is not None and len(row) > self.n_vocab:
             row = row[: self.n_vocab]
-        if not self.params.greedy and self.constraint is None:
-            return self._sure_of_law(row, history, ids)
-        best, confidence = best_and_certainty(row)
-        if not math.isfinite(row[best]):  # NaN anywhere is the maximum
-            raise DrafterFailed(_NOT_NUMBERS)
-        if self.constraint is not None:
-            row = self.constraint.masked(row, ids)
+        if greedy or constraint is not None:
+            best, confidence = best_and_certainty(row)
+            if not math.isfinite(row[best]):  # NaN anywhere is the maximum
+                raise DrafterFailed(_NOT_NUMBERS)
+        if constraint is not None:
+            row = constraint.masked(row, ids)
             if row.max() == -math.inf:  # a trimmed vocabulary has nothing that may come here
                 return 0.0
-        if self.params.greedy:
-            if self.constraint is not None or self.params.edits_logits:
-                row = edit_logits(row, history, self.params, ids)
-                best, confidence = best_and_certainty(row)
-                confidence = confidence if row[best] > -math.inf else 0.0
-            self._choice = best if ids is None else int(ids[best])
-            is_wanted = self.rivals is not None or self.alternatives is not None
-            self._row = (row, ids, confidence) if is_wanted else None
-            return confidence
-        return self._sure_of_law(row, history, ids)
-
-    def _sure_of_law(self, row: Row, history: Sequence[int], ids: Ids | None) -> float:
-        try:
-            q = draft_distribution(row, history, self.params, ids)
-        except UsageError:  # banned, all of them; the target may have more
-            return 0.0
-        except NotNumbers:
-            raise DrafterFailed(_NOT_NUMBERS) from None
-        self._choice = q
-        return q.top
+        if not greedy:
+            try:
+                self._choice = draft_distribution(row, history, self.params, ids)
+            except UsageError:  # banned, all of them; the target may have more
+                return 0.0
+            except NotNumbers:
+                raise DrafterFailed(_NOT_NUMBERS) from None
+            return self._choice.top
+        if constraint is not None or self.params.edits_logits:
+            row = edit_logits(row, history, self.params, ids)
+            best, confidence = best_and_certainty(row)
+            confidence = confidence if row[best] > -math.inf else 0.0
+        self._choice = best if ids is None else int(ids[best])
+        is_wanted = self.rivals is not None or self.alternatives is not None
+        self._row = (row, ids, confidence) if is_wanted else None
+        return confidence
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
@@ -345,9 +341,7 @@ class Proposer:
 
     def draw(self, rival: Rival) -> int:
         """The token of a rival, sampled where it has a law: the second draw of a distribution, without replacement."""
-        if rival.law is None:
-            return rival.token
-        return self._drawn_from(rival.law)
+        return rival.token if rival.law is None else self._drawn_from(rival.law)
 
     def _second_best(self) -> Rival | None:
         if self._row is None:
