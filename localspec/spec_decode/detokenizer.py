@@ -162,14 +162,9 @@ class ThinkingReader:
         return self._openers if self.budget < inf else frozenset()
 
     @property
-    def spent(self) -> bool:
-        """Whether the block has to be closed now. A mark that has half come is waited for."""
-        return self.inside and self.n_tokens >= self.budget and not self._longest
-
-    @property
     def forced(self) -> list[int]:
-        """Tokens that close the block, where that has to be done now."""
-        return self._forced if self.spent else []
+        """Tokens that close the block, where its budget is spent. A mark that has half come is waited for."""
+        return self._forced if self.inside and self.n_tokens >= self.budget and not self._longest else []
 
     # -- the text ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -397,10 +398,8 @@ class CorpusIndex:
 
     Attributes:
         segments: what can be searched now.
-        seen: when the files were last looked at, on the monotonic clock [s].
         done: of what ``update`` reads, how much it has read (0 to 1).
-        is_current: whether ``survey`` found nothing to update; ``is_updating``: whether that was begun;
-            ``was_updated``: whether it came to an end.
+        is_current: whether ``survey`` found nothing to update.
     """
 
     def __init__(
@@ -409,9 +408,8 @@ class CorpusIndex:
         self.source = source
         self.folder = folder / hashlib.sha256(f"{vocabulary} {source.key}".encode()).hexdigest()[:20]
         self.segments: list[Segment] = []
-        self.seen = float("-inf")
-        self.done = 0.0
-        self.is_current = self.is_updating = self.was_updated = False
+        self.done, self.is_current = 0.0, False
+        self._due = 0.0  # when to look at the files again, on the monotonic clock [s]
         self._tokenize = tokenize
         self._files: dict[str, TextFile] = {}
 
@@ -460,10 +458,9 @@ class CorpusIndex:
         Returns:
             Steps that end with a remark for the user, or with ""; ``name`` is what ``--draft`` calls the corpus.
         """
-        is_known = self.is_current or self.was_updated
-        if self.is_updating or (is_known and time.monotonic() - self.seen < LOOK_AGAIN_S):
+        if time.monotonic() < self._due:
             return None
-        self.is_updating = True
+        self._due = math.inf  # until that is done
         return self._updated(name)
 
     def _updated(self, name: str) -> Steps[str]:
@@ -484,12 +481,12 @@ class CorpusIndex:
         self._open()
         new = self._new()
         self.is_current = not new and sum(len(segment.files) for segment in self.segments) == len(self._files)
+        self._due = time.monotonic() + LOOK_AGAIN_S if self.is_current else 0.0
         n_bytes, new_bytes = (sum(file.size for file in files) for files in (self._files.values(), new))
         return Survey(len(self._files), n_bytes, len(new), new_bytes)
 
     def _look(self) -> Steps[None]:
         found = yield from self.source.files()
-        self.seen = time.monotonic()
         n_bytes = sum(file.size for file in found)
         if n_bytes > MOST_BYTES or len(found) > MOST_FILES:
             raise UsageError(
@@ -518,7 +515,7 @@ class CorpusIndex:
         except OSError as error:
             raise UsageError(f"cannot index {self.source.key}: {error.strerror or error}") from None
         finally:
-            self.is_updating, self.was_updated, self.seen = False, True, time.monotonic()
+            self._due = time.monotonic() + LOOK_AGAIN_S
 
     def _open(self, *, clean: bool = False) -> None:
         """Take up the segments there are, the newest version of every file first; ``clean`` deletes what is damaged or

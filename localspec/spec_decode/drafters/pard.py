@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localspec.backends.base import FEW_ROWS, Context, Forward
+from localspec.backends.base import FEW_ROWS, Context
 from localspec.errors import EngineError, ModelFileError, UsageError, is_whole, shown
 from localspec.model_files.gguf import GGUFFile
 from localspec.sampling.sampling import Ids, Row
@@ -133,11 +133,9 @@ class PardDrafter(DraftModelDrafter):
             started = time.perf_counter()
         forward = context.decode([*tokens[first:], *[self._mask] * (width - 1)], "all", n_best)
         self._text = list(tokens)
-        self._guesses = [self._row(forward, i) for i in range(len(tokens) - first - 1, len(forward))]
+        ids = [None] * len(forward) if forward.ids is None else forward.ids
+        self._guesses = [*zip(forward.logits, ids, strict=True)][len(tokens) - first - 1 :]
         plan.spent(source, len(forward), (time.perf_counter() - started) * 1e3)
-
-    def _row(self, forward: Forward, at: int) -> tuple[Row, Ids | None]:
-        return forward.logits[at], None if forward.ids is None else forward.ids[at]
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._forget_masks()
