@@ -6,9 +6,11 @@ import codecs
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 from math import inf
+from operator import attrgetter
 from typing import Protocol
 
 from localspec.backends.tokenizer import NAMED
@@ -17,12 +19,13 @@ from localspec.spec_decode.rounds import Part, Span, TokenKind
 # Text that waits until it is known what it is, and the search for strings in a stream of characters.
 
 
+@dataclass(slots=True)
 class HeldText:
     """Spans that came and were not released yet; positions count the characters of the whole."""
 
-    def __init__(self) -> None:
-        self._spans: deque[Span] = deque()
-        self.n_released = self.n_read = 0
+    _spans: deque[Span] = field(default_factory=deque)
+    n_released: int = 0
+    n_read: int = 0
 
     @property
     def text(self) -> str:
@@ -81,13 +84,9 @@ def _back(text: str) -> Sequence[int]:
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    found: list[Span] = []
-    for span in spans:
-        if found and replace(found[-1], text=span.text) == span:
-            found[-1] = replace(span, text=found[-1].text + span.text)
-        elif span.text:
-            found.append(span)
-    return found
+    """Spans without empty ones, those in a row that differ in their text only as one."""
+    runs = groupby((span for span in spans if span.text), attrgetter("kind", "source", "part"))
+    return [Span("".join(span.text for span in run), *of) for of, run in runs]
 
 
 # What a model thinks before it answers, told apart from the answer while both are being written.
@@ -142,10 +141,6 @@ class ThinkingReader:
         self._skips_blanks = inside
 
     # -- the budget ----------------------------------------------------------------------------------------------
-
-    def count(self) -> bool:
-        self.n_tokens += self.inside
-        return self.inside
 
     @property
     def room(self) -> float:
@@ -308,7 +303,8 @@ class TextAssembler:
         if self.thinking is None:
             self.token_text = text
             return self._read(Span(text + sign, kind, source))
-        was_inside = self.thinking.count()
+        was_inside = self.thinking.inside
+        self.thinking.n_tokens += was_inside
         text = text.replace(NAMED, "\ufffd") + (name or "")
         self.token_text = text.replace(NAMED, "")
         text += sign

@@ -169,8 +169,8 @@ class Plan:
         """A pass over ``n_tokens`` tokens of the drafter's own model, and a draft token made of it, took so long."""
 
     def samples(self, source: str, confidence: float) -> bool:
-        """Whether a draft token should be sampled from the draft's distribution, or be its most probable token; asked
-        before ``keep``, where a request samples with fresh noise."""
+        """Whether a draft token should be a sample, or the most probable one; asked before ``keep``, where a request
+        samples with fresh noise."""
         return True
 
     def nothing(self, source: str) -> None:
@@ -217,15 +217,11 @@ _NOT_NUMBERS = "computed logits that are not numbers"
 
 
 class Rival(NamedTuple):
-    """What else a draft model would propose at a position, drawn only once it is wanted.
+    """What else a draft model would propose at a position, drawn only once it is wanted."""
 
-    ``confidence`` is its own estimate, in [0, 1], that this is right where its first proposal is not; ``law`` what
-    ``token`` (-1) is to be sampled from: that of the first proposal, without it. None where it is not sampled.
-    """
-
-    confidence: float
-    token: int
-    law: Distribution | None
+    confidence: float  # the model's own estimate, in [0, 1], that this is right where its first proposal is not
+    token: int  # -1 where it is to be sampled
+    law: Distribution | None  # what it is to be sampled from: that of the first proposal, without it
 
 
 class Proposer:
