@@ -264,12 +264,9 @@ class SandboxedTemplate:
         except (Exception, LimitReached) as error:
             raise _failure("cannot be read", error) from None
 
-    def start(self, inputs: Any) -> None:
-        """Grant a fresh budget, for all that this thread runs until the next ``start``."""
-        self._environment.of_thread.meter = Meter(inputs)
-
     def run(self, variables: dict[str, Any]) -> str:
         """Render; raises ``TemplateError`` where the template fails or spends its budget."""
+        self._environment.of_thread.meter = Meter(list(variables.values()))
         pieces = []
         try:
             for piece in self._template.generate(variables):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from localspec.backends.tokenizer import NAMED
@@ -21,31 +20,27 @@ from localspec.spec_decode.rounds import Part, Span, TokenKind
 
 @dataclass(slots=True)
 class HeldText:
-    """Spans that came and were not released yet; positions count the characters of the whole."""
+    """Text that came and was not released yet; positions count the characters of the whole."""
 
-    _spans: deque[Span] = field(default_factory=deque)
+    text: str = ""
     n_released: int = 0
-    n_read: int = 0
+    _of: list[tuple[TokenKind, str]] = field(default_factory=list)  # by character its kind and source
 
     @property
-    def text(self) -> str:
-        return "".join(span.text for span in self._spans)
+    def n_read(self) -> int:
+        return self.n_released + len(self.text)
 
     def add(self, span: Span) -> None:
-        self._spans.append(span)
-        self.n_read += len(span.text)
+        self.text += span.text
+        self._of += [(span.kind, span.source)] * len(span.text)
 
     def release(self, end: int, part: Part = "answer") -> list[Span]:
-        spans: list[Span] = []
-        while self._spans and self.n_released < end:
-            span = self._spans.popleft()
-            n = end - self.n_released
-            if len(span.text) > n:
-                self._spans.appendleft(replace(span, text=span.text[n:]))
-                span = replace(span, text=span.text[:n])
-            self.n_released += len(span.text)
-            spans.append(span if span.part == part else replace(span, part=part))
-        return joined(spans)
+        n = max(0, end - self.n_released)
+        runs = groupby(zip(self._of[:n], self.text[:n], strict=True), itemgetter(0))
+        spans = [Span("".join(each for _, each in run), kind, source, part) for (kind, source), run in runs]
+        self.n_released += n
+        self.text, self._of = self.text[n:], self._of[n:]
+        return spans
 
 
 class Matcher:
