@@ -192,16 +192,15 @@ class PromptProgress:
     def as_event(self) -> dict[str, Any]:
         """The JSON object of ``--format events``."""
         left = self.seconds_left
-        return {
-            "type": "prompt",
-            "reader": self.reader,
-            "total": self.total,
-            "cached": self.cached,
-            "processed": self.processed,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "seconds_left": None if left is None else round(left, 1),
-        }
+        return (
+            {"type": "prompt"}
+            | asdict(self)
+            | {
+                "seconds": round(self.seconds, 3),
+                "tokens_per_second": round(self.tokens_per_second, 2),
+                "seconds_left": None if left is None else round(left, 1),
+            }
+        )
 
     def __str__(self) -> str:
         """For people: ``1,280 of 4,000 tokens · 96 tok/s · 28 s left``."""
@@ -338,31 +337,29 @@ class SpecStats(Mapping[str, Any]):
         """Count one finished round; what only brings the rest of the text is none."""
         if not round_.emitted:
             return
+        draft, verdict, forced = round_.draft, round_.verdict, round_.verdict.kind == "forced"
         self.completion_tokens += len(round_.emitted)
         self.thinking_tokens += sum(token.thinking for token in round_.emitted)
-        forced = round_.verdict.kind == "forced"
         self.num_forced_tokens += len(round_.emitted) * forced
         self.num_rounds += not forced
-        self.num_draft_tokens += len(round_.draft)
-        self.num_accepted_tokens += round_.verdict.n_accepted
-        draft = round_.draft
+        self.num_draft_tokens += len(draft)
+        self.num_accepted_tokens += verdict.n_accepted
         depth = max(len(draft.path(i)) for i in range(len(draft))) if draft.branches else len(draft)
         missing = depth - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * missing)
         self.accepted_per_position.extend([0] * missing)
         for i in range(depth):
             self.drafted_per_position[i] += 1
-            self.accepted_per_position[i] += i < round_.verdict.n_accepted
-        accepted = round_.verdict.accepted
-        for i, token in enumerate(round_.draft):
+            self.accepted_per_position[i] += i < verdict.n_accepted
+        for token, accepted in zip(draft, round_.accepted, strict=True):
             counts = self.by_source.setdefault(token.source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
             counts["num_draft_tokens"] += 1
-            counts["num_accepted_tokens"] += i in accepted
+            counts["num_accepted_tokens"] += accepted
         if round_.ahead is not None:
             self.num_ahead_hits += round_.ahead.hit
             self.num_ahead_tokens += round_.ahead.prepared
             self.num_ahead_tokens_used += round_.ahead.taken
-        if not (round_.draft or forced) and self.seconds_one_token is not None:
+        if not (draft or forced) and self.seconds_one_token is not None:
             insort(self.seconds_one_token, round_.ms_verify / 1e3)
         self.seconds_draft += round_.ms_draft / 1e3
         self.seconds_verify += round_.ms_verify / 1e3

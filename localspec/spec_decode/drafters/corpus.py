@@ -525,11 +525,11 @@ class CorpusIndex:
         for path in sorted(self.folder.glob("*.segment"), reverse=True):
             try:
                 self.segments.append(known.get(path) or Segment(path))
+            except OSError:
+                pass
             except (KeyError, TypeError, ValueError):  # it is damaged
                 if clean:
                     self._delete(path)
-            except OSError:
-                continue
         taken: set[str] = set()
         for segment in list(self.segments):
             kept = [
@@ -563,11 +563,9 @@ class CorpusIndex:
             yield
             tokens = yield from self._tokens(text or "")
             batch.append((file, tokens[::-1]))
-            if sum(len(each) for _, each in batch) >= BATCH:
+            if file is new[-1] or sum(len(each) for _, each in batch) >= BATCH:
                 yield from self._write(batch)
                 batch = []
-        if batch:
-            yield from self._write(batch)
 
     def _tokens(self, text: str) -> Steps[Tokens]:
         parts = [np.empty(0, dtype=np.uint32)]
