@@ -24,6 +24,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 from localspec.spec_decode.drafters.base import Alternatives, Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
@@ -160,9 +161,6 @@ class _Clock:
         self.n_taken += 1
         self.step_ms = moved(self.step_ms, ms, 0.2)
 
-    def took_pass(self, ms: float) -> None:
-        self.pass_ms = moved(self.pass_ms, ms, 0.3)
-
 
 class _AheadPlan(Plan):
     """Draft up to a number of tokens for one outcome, as long as there is time; none ``samples`` where only the
@@ -297,7 +295,7 @@ class DraftAhead:
             ms = clock.ms
             clock.stopped.set()
             preparing.result()
-            clock.took_pass(ms)
+            clock.pass_ms = moved(clock.pass_ms, ms, 0.3)
             self._balance.passed(n_tokens, ms, late_ms=clock.ms - ms)
             self.count.outcomes = len(self._cache)
             self.count.prepared = sum(len(found) for found, _ in self._cache.values())
@@ -317,14 +315,12 @@ class DraftAhead:
 
     def _prepare(self, tokens: list[int], draft: Draft) -> None:
         depth = min(self._depth, len(draft) + 1)
-        order = 0
+        order = count()
         outcomes: list[tuple[float, int, tuple[int, ...] | None]] = []  # None: all accepted, and what then?
 
         def expect(probability: float, suffix: tuple[int, ...] | None) -> None:
-            nonlocal order
             if probability >= LEAST and (suffix is None or suffix[-1] not in self._end_tokens):
-                heapq.heappush(outcomes, (-probability, order, suffix))
-                order += 1
+                heapq.heappush(outcomes, (-probability, next(order), suffix))
 
         reach, ids = 1.0, draft.ids
         for i, token in enumerate(draft):

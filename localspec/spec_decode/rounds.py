@@ -351,10 +351,11 @@ class SpecStats(Mapping[str, Any]):
         for i in range(depth):
             self.drafted_per_position[i] += 1
             self.accepted_per_position[i] += i < verdict.n_accepted
-        for token, accepted in zip(draft, round_.accepted, strict=True):
+        accepted = verdict.accepted
+        for i, token in enumerate(draft):
             counts = self.by_source.setdefault(token.source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
             counts["num_draft_tokens"] += 1
-            counts["num_accepted_tokens"] += accepted
+            counts["num_accepted_tokens"] += i in accepted
         if round_.ahead is not None:
             self.num_ahead_hits += round_.ahead.hit
             self.num_ahead_tokens += round_.ahead.prepared
