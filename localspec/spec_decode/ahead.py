@@ -195,9 +195,6 @@ class DraftAhead:
         cautious: pause where it takes more time than it saves.
         new_executor: makes what drafts while passes run.
         n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
-
-    Attributes:
-        count: of the round under way.
     """
 
     def __init__(
@@ -212,7 +209,7 @@ class DraftAhead:
         self._balance = AheadBalance(cautious=cautious)
         self._clock = _Clock(n_steps)
         self._cache: dict[tuple[int, ...], Prepared] = {}
-        self.count = AheadCount()
+        self.count = AheadCount()  # of the round under way
         self._n_before = self._depth = 0
         self._is_drafting = False
         self._was_left_alone = False

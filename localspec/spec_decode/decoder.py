@@ -73,14 +73,6 @@ class SpeculativeDecoder:
         ahead: drafts while the target verifies; None drafts in the ordinary order. For one answer at a time.
         overlap: holds rounds until the next pass has begun; who hands them on then has to ``learn`` from them too.
 
-    Attributes:
-        drafters: those that have not failed.
-        taps: the hidden states of the target that the drafters read.
-        unread: what the next passes read of the prompt.
-        tokens: everything settled, the prompt included.
-        budget: tokens that may still be emitted.
-        finish_reason: why the answer ended; None until it does.
-
     Raises:
         UsageError: the target's context does not return the hidden states that a drafter reads.
     """
@@ -96,16 +88,16 @@ class SpeculativeDecoder:
     ) -> None:
         self.ahead, self.overlap = ahead, overlap
         self.target = target
-        self.drafters = list(drafters)
+        self.drafters = list(drafters)  # those that have not failed
         self.taps = {tap for drafter in drafters for tap in drafter.info.taps}
         if missing := self.taps.difference(target.hidden):
             raise UsageError(
                 f"the target's context was not made to return {sorted(missing)[0]!r}, which a drafter reads"
             )
         self.controller = controller
-        self.unread: Sequence[int] = ()
-        self.tokens: list[int] = []
-        self.budget = 0
+        self.unread: Sequence[int] = ()  # what the next passes read of the prompt
+        self.tokens: list[int] = []  # everything settled, the prompt included
+        self.budget = 0  # tokens that may still be emitted
         self.finish_reason: FinishReason | None = None
         self._lost = lost
         self._failed: set[str] = set()

@@ -254,10 +254,6 @@ class TextAssembler:
         stop: non-empty strings.
         thinking: tells thinking and answer apart; None: all text is the answer.
         named: control tokens, by name: in stop strings the name means the token, as well as a text that spells it.
-
-    Attributes:
-        stopped: a stop string is complete (and none that began earlier can be): nothing more will be released.
-        token_text, token_thinks: what the last token added, held back or not, and whether that belongs to thinking.
     """
 
     def __init__(
@@ -282,9 +278,9 @@ class TextAssembler:
         self._held = HeldText()
         self._found: int | None = None
         self._last: tuple[TokenKind, str] = ("plain", "target")
-        self.stopped = False
-        self.token_text = ""
-        self.token_thinks = False
+        self.stopped = False  # a stop string is complete, and none that began earlier can be: nothing more is released
+        self.token_text = ""  # what the last token added, held back or not
+        self.token_thinks = False  # whether that belongs to thinking
 
     def push(self, token: int, kind: TokenKind, source: str) -> list[Span]:
         """Add a settled token; returns the text that became safe to show."""

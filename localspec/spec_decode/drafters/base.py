@@ -244,13 +244,6 @@ class Proposer:
         params, noise: the request's.
         constraint: the grammar that the answer follows.
         n_vocab: how many token ids the target takes; None is as many as the draft model.
-
-    Attributes:
-        has_fresh_noise: whether draft tokens may be sampled with noise of their own: at a temperature, without a seed.
-        n_best: how many of the largest logits of a row it needs, see ``Context.decode``; 0 needs whole rows.
-        rivals: by position, what else there was to choose; None does not look for it.
-        drawn: every sample that was drawn, sent or not, with the law it was drawn from; None does not keep them.
-        alternatives: by position, what may come instead of the tokens drafted last; None does not look for it.
     """
 
     def __init__(
@@ -260,11 +253,15 @@ class Proposer:
         self.noise = noise
         self.constraint = constraint
         self.n_vocab = n_vocab
+        # How many of the largest logits of a row it needs, see ``Context.decode``; 0 needs whole rows.
         self.n_best = params.n_best if constraint is None else 0
+        # Whether draft tokens may be sampled with noise of their own: at a temperature, without a seed.
         self.has_fresh_noise = not params.greedy and params.seed is None
+        # What is kept only where it is not None: by position what else there was to choose, and what may come instead
+        # of the tokens drafted last; every sample that was drawn, sent or not, with the law it was drawn from.
         self.rivals: dict[int, Rival] | None = None
-        self.drawn: list[tuple[int, Distribution]] | None = None
         self.alternatives: dict[int, Alternatives] | None = None
+        self.drawn: list[tuple[int, Distribution]] | None = None
         self._choice: int | Distribution = 0
         self._row: tuple[Row, Ids | None, float] | None = None  # greedily, while rivals or alternatives are wanted
         self._n_sampled = 0

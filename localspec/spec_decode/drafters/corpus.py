@@ -213,10 +213,6 @@ class IndexedFile:
 class Segment:
     """An immutable segment, mapped into memory.
 
-    Attributes:
-        files: what it was made of, by name.
-        kept: names of files that are not passed over; ``n_kept``: their tokens.
-
     Raises:
         KeyError, TypeError, ValueError: the file is no whole segment.
         OSError: it cannot be read.
@@ -250,7 +246,7 @@ class Segment:
         return at
 
     def keep(self, names: Collection[str]) -> None:
-        """Pass over all files but these from now on."""
+        """Pass over all files but these from now on; ``n_kept`` are their tokens."""
         spans = sorted((self.files[name].start, self.files[name].n_tokens) for name in names)
         self._spans = [(start, start + n) for start, n in spans] if len(spans) < len(self.files) else None
         self.kept, self.n_kept = list(names), sum(n for _, n in spans)
@@ -395,11 +391,6 @@ class CorpusIndex:
     Args:
         folder: of all indices; each has one of its own in there.
         vocabulary: what tells tokenizers apart.
-
-    Attributes:
-        segments: what can be searched now.
-        done: of what ``update`` reads, how much it has read (0 to 1).
-        is_current: whether ``survey`` found nothing to update.
     """
 
     def __init__(
@@ -407,8 +398,9 @@ class CorpusIndex:
     ) -> None:
         self.source = source
         self.folder = folder / hashlib.sha256(f"{vocabulary} {source.key}".encode()).hexdigest()[:20]
-        self.segments: list[Segment] = []
-        self.done, self.is_current = 0.0, False
+        self.segments: list[Segment] = []  # what can be searched now
+        self.done = 0.0  # of what ``update`` reads, the share that it has read
+        self.is_current = False  # whether ``survey`` found nothing to update
         self._due = 0.0  # when to look at the files again, on the monotonic clock [s]
         self._tokenize = tokenize
         self._files: dict[str, TextFile] = {}
