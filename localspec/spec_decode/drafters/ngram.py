@@ -179,13 +179,9 @@ class SuffixAutomaton:
         self._followed = [0]
         self._best = [_NONE]
         self._last = _ROOT
-        self._n_tokens = 0
         # One entry a token: the token, the state that was last, the state that was split (or none), and the best
         # continuations that changed, as state, old, state, old, …
         self._log: deque[tuple[int, int, int, tuple[int, ...]]] = deque(maxlen=UNDO_DEPTH)
-
-    def __len__(self) -> int:
-        return self._n_tokens
 
     @property
     def n_states(self) -> int:
@@ -217,7 +213,6 @@ class SuffixAutomaton:
                 link[q] = link[state] = clone
         self._log.append((token, last, split, self._count(last, token)))
         self._last = state
-        self._n_tokens += 1
 
     def _new_state(self, next_: dict[int, int], link: int, size: int, followed: int, best: int) -> int:
         self._next.append(next_)
@@ -274,7 +269,6 @@ class SuffixAutomaton:
                 p = link[p]
         del self._next[state:], link[state:], self._size[state:], self._followed[state:], self._best[state:]
         self._last = last
-        self._n_tokens -= 1
 
     def match(self) -> Suffix:
         """The longest suffix of the text that occurred in it before."""
