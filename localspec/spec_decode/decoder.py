@@ -34,21 +34,17 @@ PREFILL_CHUNK = 128  # prompt tokens fed between two looks at the cancel flag: a
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """What the next pass of the target is over.
+    """What the next pass of the target is over: ``tokens``, ``logits`` and ``n_best`` as for ``Context.decode``.
 
-    Attributes:
-        tokens, logits, n_best: see ``Context.decode``.
-        parents: where they branch, see ``Context.decode_tree``.
-        draft: the draft that the tokens end with, if the last ones of it may be left out: then the pass has fewer rows.
-            A draft token that was sampled may not, nor what comes before it: see ``drafters.base``.
-        n_after: of a prompt, how many tokens are to be read after these.
+    The end of ``draft``, where there is one, may be left out: then the pass has fewer rows. A draft token that was
+    sampled may not, nor what comes before it: see ``drafters.base``.
     """
 
     tokens: Sequence[int]
     logits: Wanted = "all"
-    parents: Sequence[int] | None = None
-    draft: Draft | None = None
-    n_after: int = 0
+    parents: Sequence[int] | None = None  # where they branch, see ``Context.decode_tree``
+    draft: Draft | None = None  # that the tokens end with
+    n_after: int = 0  # of a prompt, how many tokens are to be read after these
     n_best: int = 0
 
     @property

@@ -16,18 +16,13 @@ from localspec.sampling.sampling import Distribution, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class DraftToken:
-    """One token of a draft, and the drafter that made it.
-
-    ``prob`` is the drafter's own confidence in [0, 1], ``dist`` the distribution the token was *sampled* from (None: it
-    was chosen deterministically), ``expected`` the controller's calibrated probability that it is accepted, given that
-    the ones before it were.
-    """
+    """One token of a draft, and the drafter that made it."""
 
     id: int
     source: str
-    prob: float
-    dist: Distribution | None = None
-    expected: float = 0.0
+    prob: float  # the drafter's own confidence in [0, 1]
+    dist: Distribution | None = None  # what it was *sampled* from; None: it was chosen deterministically
+    expected: float = 0.0  # the controller's calibrated probability that it is accepted, if those before it were
 
 
 class Draft(list[DraftToken]):
@@ -95,14 +90,13 @@ class Verdict:
     """What the target made of a draft: how many tokens it accepted, and the token that it adds after them.
 
     ``kind`` is of the latter: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft,
-    ``plain`` had none; ``forced`` was not chosen at all, see ``Round``. ``path`` are the accepted tokens of a draft
-    that branches: indices, in order. None for a chain.
+    ``plain`` had none; ``forced`` was not chosen at all, see ``Round``.
     """
 
     n_accepted: int
     next_token: int
     kind: TokenKind
-    path: tuple[int, ...] | None = None
+    path: tuple[int, ...] | None = None  # the accepted tokens of a draft that branches: indices, in order
 
     @property
     def accepted(self) -> Sequence[int]:
@@ -112,18 +106,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class EmittedToken:
-    """One verified token. ``text`` is what it adds to the text (a half-finished character adds nothing yet).
-
-    ``logprobs`` is the target's, for requests that ask for it. ``thinking``: it belongs to a thinking block, marks
-    included.
-    """
+    """One verified token."""
 
     id: int
     kind: TokenKind
     source: str = "target"
-    text: str = ""
-    logprobs: TokenLogprobs | None = None
-    thinking: bool = False
+    text: str = ""  # what it adds to the text; a half-finished character adds nothing yet
+    logprobs: TokenLogprobs | None = None  # the target's, for requests that ask for it
+    thinking: bool = False  # it belongs to a thinking block, marks included
 
     def as_dict(self) -> dict[str, Any]:
         """The token as the JSON object of ``--format events``."""
@@ -158,20 +148,12 @@ class AheadCount:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How far a prompt is read.
+    """How far a prompt is read."""
 
-    Attributes:
-        total: tokens of the prompt; of a draft model, which may read it later, of all that it has to read.
-        cached: those of them that were in memory before; for a draft model, when its reading was first told.
-        processed: those that are in memory now, ``cached`` included.
-        seconds: since reading began.
-        reader: who reads, ``target`` or ``draft``.
-    """
-
-    total: int
-    cached: int
-    processed: int
-    seconds: float
+    total: int  # tokens of the prompt; of a draft model, which may read it later, of all that it has to read
+    cached: int  # those of them that were in memory before; for a draft model, when its reading was first told
+    processed: int  # those that are in memory now, ``cached`` included
+    seconds: float  # since reading began
     reader: Literal["target", "draft"] = "target"
 
     @property
