@@ -177,14 +177,17 @@ class DecodingState:
 
     @property
     def drafters(self) -> list[Drafter]:
-        """Those that have not failed, in the order in which they were loaded."""
-        drafters = [*self.free, *(draft.drafter for draft in self.models)]
-        return [each for each in drafters if each.info.source not in self.failed]
+        """All drafters, in the order in which they were loaded."""
+        return [*self.free, *(draft.drafter for draft in self.models)]
+
+    @property
+    def usable(self) -> list[Drafter]:
+        return [each for each in self.drafters if each.info.source not in self.failed]
 
     @property
     def draft_names(self) -> list[str]:
         """What people call the drafters in use, in the order in which they are asked."""
-        return [self.names[each.info.source] for each in self.drafters]
+        return [self.names[each.info.source] for each in self.usable]
 
     def drafters_for(self, names: Sequence[str] | None, *, predicted: bool = False) -> list[Drafter]:
         """The drafters of one request: of these names, or all; n-grams too where the answer is ``predicted``.
@@ -196,7 +199,7 @@ class DecodingState:
         unknown = [name for name in names or () if name not in known]
         if unknown:
             raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(known) or 'none'}")
-        chosen = [each for each in self.drafters if names is None or self.names[each.info.source] in names]
+        chosen = [each for each in self.usable if names is None or self.names[each.info.source] in names]
         if predicted and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
             chosen.insert(0, NgramDrafter())
         return chosen
@@ -218,7 +221,7 @@ class DecodingState:
             predicted: whether the answer is likely to repeat a text that came with the request.
         """
         target_times = shared or self.times
-        drafters = self.drafters if drafters is None else drafters
+        drafters = self.usable if drafters is None else drafters
         if draft_length != "auto" or not drafters:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
         infos = [drafter.info for drafter in drafters]
