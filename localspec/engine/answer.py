@@ -201,7 +201,11 @@ class OpenAnswer:
         # Others may have begun since this one did.
         pair.conversation, pair.last = self._conversation, self._last
         times = pair.state.times
-        widths = [round_.width for round_ in rounds if round_.emitted]
+        widths = [
+            len(round_.emitted) if round_.verdict.kind == "forced" else len(round_.draft) + 1
+            for round_ in rounds
+            if round_.emitted
+        ]
         if shared is not None and shared.has_company:
             stats.seconds_one_token = None  # its passes were those of others too
         elif widths and not times.noisy:

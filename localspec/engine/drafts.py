@@ -43,7 +43,7 @@ from localspec.spec_decode.drafters.names import (
     source_of,
 )
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter, OtherVocabularyDrafter
-from localspec.spec_decode.drafters.pard import PardDrafter, checked_mask, file_and_mask, mask_token
+from localspec.spec_decode.drafters.pard import PardDrafter, file_and_mask, mask_token
 from localspec.system.files import JsonStore, Key, home, is_same_file
 from localspec.system.steps import exhaust
 
@@ -86,8 +86,7 @@ def _mask_of(name: str, path: Path) -> int | None:
     kind, _, rest = name.partition(":")
     if kind != PARD:
         return mask_token(path)
-    token = file_and_mask(rest)[1]
-    return mask_token(path, named=True) if token is None else checked_mask(path, token)
+    return mask_token(path, named=True, token=file_and_mask(rest)[1])
 
 
 def draft_files(names: Sequence[str], target: Model) -> Iterator[tuple[Path, bool]]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any
 
 from localspec.errors import UsageError
 
@@ -96,20 +95,14 @@ def _docx(data: bytes) -> Iterator[str]:
         if sum(each.file_size for each in archive.infolist()) > _UNPACKED_BYTES:
             raise ValueError("too large when unpacked")
     for block in docx.Document(io.BytesIO(data)).iter_inner_content():
-        text = "\n".join(_rows(block)) if isinstance(block, Table) else _paragraph(block)
+        if isinstance(block, Table):
+            text = "\n".join(" | ".join(" ".join(cell.text.split()) for cell in row.cells) for row in block.rows)
+        else:
+            kind, _, level = (block.style.name or "" if block.style is not None else "").partition(" ")
+            text = "#" * int(level) + " " if kind == "Heading" and level.isdecimal() else ""
+            text += block.text
         if text.strip():
             yield text
-
-
-def _rows(table: Any) -> Iterator[str]:
-    for row in table.rows:
-        yield " | ".join(" ".join(cell.text.split()) for cell in row.cells)
-
-
-def _paragraph(paragraph: Any) -> str:
-    kind, _, level = (paragraph.style.name if paragraph.style is not None else "").partition(" ")
-    mark = "#" * int(level) + " " if kind == "Heading" and level.isdecimal() else ""
-    return mark + str(paragraph.text)
 
 
 READERS: dict[str, Callable[[bytes], Iterator[str]]] = {".pdf": _pdf, ".docx": _docx}

@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, groupby
+from operator import itemgetter
 from typing import Any
 
 from localspec.errors import TemplateError
@@ -70,24 +71,12 @@ def folded(
         TemplateError: the template refuses them, or leaves something out, however they are put.
     """
     asked = Conversation(checked_messages(messages), tools)
-    return _applied(asked, _repairs_for(template, asked, known, variables))
-
-
-def _always(template: ChatTemplate) -> tuple[int, ...]:
-    return () if _KNOWS_TOOLS.search(template.source) else (_TOOLS,)
-
-
-def _repairs_for(
-    template: ChatTemplate, asked: Conversation, known: Known, variables: Mapping[str, Any]
-) -> tuple[int, ...]:
-    """The repairs that change least with which the template prints every part of a conversation."""
-    probe = _worded(asked)
-    wanted = [(name, word) for name, word in _parts(probe) if word]
+    probe, said = _probe(asked)
     traits = _traits(asked)
-
+    always = () if _KNOWS_TOOLS.search(template.source) else (_TOOLS,)
     refusal: TemplateError | None = None
     lost: list[str] = []
-    for repairs in _candidates(template, probe, _always(template), known.get(traits)):
+    for repairs in _candidates(template, probe, always, known.get(traits)):
         put = _applied(probe, repairs)
         try:
             text = template.render(put.messages, tools=put.tools, **variables)
@@ -95,13 +84,13 @@ def _repairs_for(
             refusal = refusal or error
             continue
         found = set(_WORD.findall(text.lower()))
-        missing = [name for name, word in wanted if word not in found]
+        missing = [name for word, name in said.items() if word not in found]
         if not missing:
             if len(known) >= _MOST_KNOWN:
                 known.clear()
             if len(traits) <= _MOST_TRAITS:
                 known[traits] = repairs
-            return repairs
+            return _applied(asked, repairs)
         lost = lost or missing
     if lost:
         raise TemplateError(f"the model's chat template leaves out {lost[0]}, and knows no other way to say it")
@@ -112,71 +101,57 @@ def _repairs_for(
 def merged(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     """Messages in which no two of the same role follow each other, except results of calls; an assistant's thinking,
     the text and the calls after it are one message."""
-    runs: list[list[Message]] = []
-    for message in map(dict, messages):
-        if runs and message["role"] != "tool" and message["role"] == runs[-1][0]["role"]:
-            runs[-1].append(message)
-        else:
-            runs.append([message])
-    return [run[0] if len(run) == 1 else _one(run) for run in runs]
-
-
-def _one(run: Sequence[Message]) -> Message:
-    whole = run[0]
-    for name in ("content", "reasoning_content"):
-        if texts := [message[name] for message in run if message.get(name)]:
-            whole[name] = "\n\n".join(texts)
-    if calls := [call for message in run for call in message.get("tool_calls") or ()]:
-        whole["tool_calls"] = calls
-    return whole
+    found: list[Message] = []
+    for role, run in groupby(map(dict, messages), itemgetter("role")):
+        whole, *others = run
+        if role == "tool":
+            found += [whole, *others]
+            continue
+        found.append(whole)
+        if others:
+            for name in ("content", "reasoning_content"):
+                if texts := [message[name] for message in (whole, *others) if message.get(name)]:
+                    whole[name] = "\n\n".join(texts)
+            if calls := [call for message in (whole, *others) for call in message.get("tool_calls") or ()]:
+                whole["tool_calls"] = calls
+    return found
 
 
 # -- what a template prints --------------------------------------------------------------------------------------------
 
 
-def _worded(asked: Conversation) -> Conversation:
-    messages = []
+def _probe(asked: Conversation) -> tuple[Conversation, dict[str, str]]:
+    """A conversation with a word in place of every text, and what each word stands for, as errors name it."""
+    said: dict[str, str] = {}
+
+    def word(text: str, name: str) -> str:
+        said[text] = name
+        return text
+
+    messages, tools = [], None if asked.tools is None else list(asked.tools)
     for i, message in enumerate(asked.messages):
-        probe = dict(message)
+        probe, name = dict(message), f"message {i} ({message['role']})"
         if message["content"]:
-            probe["content"] = f"localspec{i}text"
+            probe["content"] = word(f"localspec{i}text", name)
         if message.get("reasoning_content"):
             probe["reasoning_content"] = "thought"
         if message.get("tool_calls"):
-            probe["tool_calls"] = [
-                _call_worded(call, f"localspec{i}call{j}x") for j, call in enumerate(_calls(message))
-            ]
+            probe["tool_calls"] = []
+            for j, call in enumerate(_calls(message)):
+                arguments: Any = {"localspec": word(f"localspec{i}call{j}x", f"a call of {name}")}
+                if isinstance(call["function"].get("arguments"), str):
+                    arguments = json.dumps(arguments)
+                probe["tool_calls"].append(_with_function(call, arguments=arguments))
         messages.append(probe)
-    tools = None if asked.tools is None else [_tool_worded(tool, i) for i, tool in enumerate(asked.tools)]
-    return Conversation(messages, tools)
+    for i, tool in enumerate(tools or ()):
+        if tools and isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+            tools[i] = _with_function(tool, description=word(f"localspec{i}tool", f"tool {i}"))
+    return Conversation(messages, tools), said
 
 
-def _call_worded(call: Mapping[str, Any], word: str) -> dict[str, Any]:
-    arguments: Any = {"localspec": word}
-    if isinstance(call["function"].get("arguments"), str):
-        arguments = json.dumps(arguments)
-    return dict(call) | {"function": dict(call["function"]) | {"arguments": arguments}}
-
-
-def _tool_worded(tool: Any, i: int) -> Any:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    if not isinstance(function, Mapping):
-        return tool
-    return dict(tool) | {"function": dict(function) | {"description": f"localspec{i}tool"}}
-
-
-def _parts(probe: Conversation) -> Iterator[tuple[str, str]]:
-    """What was said: its name in errors, and its word in a probe."""
-    for i, message in enumerate(probe.messages):
-        name = f"message {i} ({message['role']})"
-        yield name, message["content"] or ""
-        for call in _calls(message):
-            arguments = call["function"]["arguments"]
-            word = json.loads(arguments) if isinstance(arguments, str) else arguments
-            yield f"a call of {name}", word["localspec"]
-    for i, tool in enumerate(probe.tools or ()):
-        worded = isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
-        yield f"tool {i}", f"localspec{i}tool" if worded else ""
+def _with_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """A call or a tool, with some fields of its function changed."""
+    return dict(call) | {"function": dict(call["function"]) | fields}
 
 
 def _traits(asked: Conversation) -> tuple[Any, ...]:
@@ -225,8 +200,11 @@ def _said(message: Message) -> Message:
             arguments = _object(arguments)
         said = json.dumps({"name": call["function"].get("name"), "arguments": arguments}, ensure_ascii=False)
         texts.append(f"<tool_call>\n{said}\n</tool_call>")
-    kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return kept | {"content": "\n".join(text for text in texts if text)}
+    return _without("tool_calls", message) | {"content": "\n".join(text for text in texts if text)}
+
+
+def _without(name: str, message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != name}
 
 
 def _object(text: str) -> Any:
@@ -241,8 +219,8 @@ def _text_before_calls(asked: Conversation) -> Conversation:
     messages = []
     for message in asked.messages:
         if message["content"] and message.get("tool_calls"):
-            messages.append({name: value for name, value in message.items() if name != "tool_calls"})
-            message = {n: v for n, v in message.items() if n != "reasoning_content"} | {"content": ""}
+            messages.append(_without("tool_calls", message))
+            message = _without("reasoning_content", message) | {"content": ""}
         messages.append(message)
     return replace(asked, messages=messages)
 
@@ -317,25 +295,21 @@ def _user_first(asked: Conversation) -> Conversation:
 
 def _null_contents(asked: Conversation) -> Conversation:
     """No text, rather than an empty one, in a message with calls."""
-    empty = [bool(message.get("tool_calls") and not message["content"]) for message in asked.messages]
-    messages = [m | {"content": None} if is_empty else m for m, is_empty in zip(asked.messages, empty, strict=True)]
+    messages = [m | {"content": m["content"] or None} if m.get("tool_calls") else m for m in asked.messages]
     return replace(asked, messages=messages)
 
 
 def _arguments_as_json(asked: Conversation) -> Conversation:
-    def put(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
-        return dict(call) | {"function": function}
-
-    return replace(
-        asked,
-        messages=[
-            message | {"tool_calls": [put(call) for call in _calls(message)]} if message.get("tool_calls") else message
-            for message in asked.messages
-        ],
-    )
+    messages = []
+    for message in asked.messages:
+        if message.get("tool_calls"):
+            calls = _calls(message)
+            given = [call["function"].get("arguments", {}) for call in calls]
+            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in given]
+            put = [_with_function(call, arguments=text) for call, text in zip(calls, texts, strict=True)]
+            message = message | {"tool_calls": put}
+        messages.append(message)
+    return replace(asked, messages=messages)
 
 
 def _short_ids(asked: Conversation) -> Conversation:

@@ -103,8 +103,8 @@ def fill_prompt(
 def marked_prompt(encoder: PromptEncoder, text: str, room: int) -> FillPrompt | None:
     """A prompt of at most ``room`` tokens whose text has the model's own marks, as Zed writes them; None: no marks."""
     vocab = encoder.vocab
-    names = [name for name in ("fim_pre", "fim_suf", "fim_mid") if name in vocab.fim]
-    if len(names) < 3 or not all(vocab.token_text(vocab.fim[name]) in text for name in names):
+    marks = ("fim_pre", "fim_suf", "fim_mid")
+    if not all(mark in vocab.fim and vocab.token_text(vocab.fim[mark]) in text for mark in marks):
         return None
     encoder.check_room(room, text)
     tokens = encoder.tokenize(text, add_special=True, parse_special=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from numbers import Real
 from typing import Any, cast
 
@@ -33,7 +34,6 @@ class PromptEncoder:
         self.thinking = ThinkingFormat.found(template.source, model)
         self._model = model
         self.vocab = model.vocab
-        self._end_marks: list[str] | None = None
         self._open = True
         self._in_use = SharedLock()
         self._folded: dict[tuple[Any, ...], tuple[int, ...]] = {}
@@ -134,14 +134,12 @@ class PromptEncoder:
             raise UsageError(f"{self._model.path.name} is not known to think before it answers: leave think out")
         return think
 
-    @property
+    @cached_property
     def end_marks(self) -> list[str]:
         """The chat template's marks of turns that are not tokens of this model, as of a base model asked in ChatML:
         text that ends its answer."""
-        if self._end_marks is None:
-            special = {*self.vocab.special_texts, *map(self.vocab.token_text, self.vocab.eog)}
-            self._end_marks = [mark for mark in self.template.turn_marks() if mark not in special]
-        return self._end_marks
+        special = {*self.vocab.special_texts, *map(self.vocab.token_text, self.vocab.eog)}
+        return [mark for mark in self.template.turn_marks() if mark not in special]
 
     def ids(self, what: str, text: str | Iterable[int]) -> list[int]:
         return self.tokenize(text) if isinstance(text, str) else token_ids(what, text, self._model.n_vocab)

@@ -96,6 +96,11 @@ def weight(value: Any, limit: int) -> int:
     return total
 
 
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as Hugging Face sets it up for chat templates, with a budget: ``meter``, of the rendering in this
     thread."""
@@ -106,7 +111,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols], cache_size=0
         )
-        self._of_thread = threading.local()
+        self.of_thread = _OfThread()
         self.globals.pop("lipsum")
         self.globals |= {"namespace": _Namespace, "raise_exception": _refuse, "strftime_now": _now}
         for name in _DROPPED_FILTERS:
@@ -116,14 +121,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
     @property
     def meter(self) -> Meter:
-        meter: Meter | None = getattr(self._of_thread, "meter", None)
-        if meter is None:
-            meter = self._of_thread.meter = Meter()
-        return meter
-
-    @meter.setter
-    def meter(self, meter: Meter) -> None:
-        self._of_thread.meter = meter
+        return self.of_thread.meter
 
     # Jinja's hooks
 
@@ -266,12 +264,9 @@ class SandboxedTemplate:
         except (Exception, LimitReached) as error:
             raise _failure("cannot be read", error) from None
 
-    def start(self, inputs: Any) -> None:
-        """Grant a fresh budget, for all that this thread runs until the next ``start``."""
-        self._environment.meter = Meter(inputs)
-
     def run(self, variables: dict[str, Any]) -> str:
         """Render; raises ``TemplateError`` where the template fails or spends its budget."""
+        self._environment.of_thread.meter = Meter(list(variables.values()))
         pieces = []
         try:
             for piece in self._template.generate(variables):

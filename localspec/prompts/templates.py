@@ -51,8 +51,6 @@ class ChatTemplate:
         self.source = CHATML if self.is_fallback or source is None else source
         self._variables = {"bos_token": bos_text, "eos_token": eos_text}
         self._guard = _Guard(special_texts)
-        self._template: SandboxedTemplate | None = None
-        self._wants_parts = False
         self._thought = next((name for name in _THOUGHTS if re.search(rf"""[.'"]{name}\b""", self.source)), None)
 
     @classmethod
@@ -128,33 +126,29 @@ class ChatTemplate:
         return {self._thought: thought} | message
 
     def _render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        if self._template is None:  # several threads may do this at once, with the same result
-            from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
-
-            compiled = SandboxedTemplate(self.source)
-            compiled.start([])
-            self._wants_parts = self._probe(compiled)
-            self._template = compiled
-        template = self._template
-        if self._wants_parts:
-            contents = [message.get("content") for message in messages]
-            parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
-            messages = [message | {"content": part} for message, part in zip(messages, parts, strict=True)]
-        template.start([messages, variables])
+        template, wants_parts = self._compiled
+        if wants_parts:
+            messages = [
+                message | {"content": [{"type": "text", "text": content}]}
+                if isinstance(content := message.get("content"), str)
+                else message
+                for message in messages
+            ]
         return template.run({"messages": messages} | self._variables | dict(variables))
 
-    def _probe(self, template: SandboxedTemplate) -> bool:
-        """Whether the template knows contents only as lists of parts: it then loses a string."""
-        if "content" not in self.source:
-            return False
-        word = "localspecprobe"
-        for content, verdict in ((word, False), ([{"type": "text", "text": word}], True)):
+    @cached_property  # several threads may do this at once, with the same result
+    def _compiled(self) -> tuple[SandboxedTemplate, bool]:
+        """The template, and whether it knows contents only as lists of parts: it then loses a string."""
+        from localspec.prompts.template_sandbox import SandboxedTemplate  # jinja2 takes 0.1 s to import
+
+        template, word = SandboxedTemplate(self.source), "localspecprobe"
+        for content in (word, [{"type": "text", "text": word}]) if "content" in self.source else ():
             messages = [{"role": "user", "content": content}]
             variables = self._variables | {"messages": messages, "add_generation_prompt": True, "tools": None}
             with suppress(TemplateError):
                 if word in template.run(variables):
-                    return verdict
-        return False
+                    return template, content != word
+        return template, False
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

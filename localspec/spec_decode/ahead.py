@@ -20,17 +20,15 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from itertools import count
 
 from localspec.spec_decode.drafters.base import Alternatives, Plan
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.rounds import AheadCount, Draft, DraftToken
-
-Result = TypeVar("Result")
 
 # A draft for one outcome, and what the drafter thought of in the place of each of its tokens.
 Prepared = tuple[list[DraftToken], list[Alternatives]]
@@ -163,16 +161,16 @@ class _Clock:
         self.n_taken += 1
         self.step_ms = moved(self.step_ms, ms, 0.2)
 
-    def took_pass(self, ms: float) -> None:
-        self.pass_ms = moved(self.pass_ms, ms, 0.3)
-
 
 class _AheadPlan(Plan):
-    """Draft up to a number of tokens for one outcome, as long as there is time."""
+    """Draft up to a number of tokens for one outcome, as long as there is time; none ``samples`` where only the
+    likeliest are wanted."""
 
-    def __init__(self, room: int, outer: Plan, clock: _Clock, probability: float, copying: Collection[str]) -> None:
+    def __init__(
+        self, room: int, outer: Plan, clock: _Clock, probability: float, copying: Collection[str], samples: bool
+    ) -> None:
         super().__init__(room, copying)  # what the controller would send of copies is not known yet
-        self._outer, self._clock, self._probability = outer, clock, probability
+        self._outer, self._clock, self._probability, self._samples = outer, clock, probability, samples
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         return self._outer.order(sources)
@@ -184,16 +182,7 @@ class _AheadPlan(Plan):
         self._clock.took_step(ms)
 
     def samples(self, source: str, confidence: float) -> bool:
-        return self._outer.samples(source, confidence)
-
-
-class _LikeliestPlan(_AheadPlan):
-    def samples(self, source: str, confidence: float) -> bool:
-        return False
-
-
-def one_thread() -> Executor:
-    return ThreadPoolExecutor(1, "localspec-ahead")
+        return self._samples and self._outer.samples(source, confidence)
 
 
 class DraftAhead:
@@ -206,16 +195,13 @@ class DraftAhead:
         cautious: pause where it takes more time than it saves.
         new_executor: makes what drafts while passes run.
         n_steps: draft steps a pass, which are waited for; None is as many as there is time for.
-
-    Attributes:
-        count: of the round under way.
     """
 
     def __init__(
         self,
         *,
         cautious: bool = True,
-        new_executor: Callable[[], Executor] = one_thread,
+        new_executor: Callable[[], Executor] = lambda: ThreadPoolExecutor(1, "localspec-ahead"),
         n_steps: int | None = None,
     ) -> None:
         self._new_executor = new_executor
@@ -223,7 +209,7 @@ class DraftAhead:
         self._balance = AheadBalance(cautious=cautious)
         self._clock = _Clock(n_steps)
         self._cache: dict[tuple[int, ...], Prepared] = {}
-        self.count = AheadCount()
+        self.count = AheadCount()  # of the round under way
         self._n_before = self._depth = 0
         self._is_drafting = False
         self._was_left_alone = False
@@ -236,35 +222,29 @@ class DraftAhead:
         self._models = frozenset(each.source for each in readers if each.runs_model)
         self._cache.clear()
         self._others: dict[int, Alternatives] = {}
+        self.close()
+        self._executor = self._new_executor()  # its thread begins with the first work
 
     def draft(self, tokens: list[int], plan: Plan) -> Draft:
         """Draft what follows ``tokens``: what was prepared for them, as far as the plan wants it, and what follows."""
         self.count, self._plan, self._depth = AheadCount(), plan, plan.room
         self._others = self._group.proposer.alternatives = {}
         taken, is_cut = self._taken(tokens, plan)
-        draft, rest = Draft(taken), Draft()
-        if not (is_cut or (taken and taken[-1].id in self._end_tokens) or plan.room <= 0):
-            rest = self._in_order(tokens, draft, plan)
+        is_over = is_cut or plan.room <= 0 or bool(taken and taken[-1].id in self._end_tokens)
+        rest = [] if is_over else self._in_order(tokens, taken, plan)
         self._is_drafting = bool(taken or rest)
         if self._is_drafting and not self._was_left_alone:
             self._share += 0.05 * (len(taken) / (len(taken) + len(rest)) - self._share)
         return Draft([*taken, *rest])
 
-    def _in_order(self, tokens: list[int], begun: Draft, plan: Plan) -> Draft:
-        draft = partial(self._group.draft, tokens, plan)
-        settled, started = len(tokens), time.perf_counter()
-        tokens += begun.ids
-        try:  # where little is drafted a change of threads would be most of what it takes
-            found = self._start(draft).result() if self._is_drafting else draft()
-        finally:
-            del tokens[settled:]
+    def _in_order(self, tokens: Sequence[int], begun: Sequence[DraftToken], plan: Plan) -> Draft:
+        draft = partial(self._group.draft, [*tokens, *(token.id for token in begun)], plan)
+        assert self._executor is not None
+        started = time.perf_counter()
+        # Where little is drafted a change of threads would be most of what it takes.
+        found = self._executor.submit(draft).result() if self._is_drafting else draft()
         self._balance.took_in_order(self._n_of_models(found), (time.perf_counter() - started) * 1e3)
         return found
-
-    def _start(self, work: Callable[[], Result]) -> Future[Result]:
-        if self._executor is None:
-            self._executor = self._new_executor()
-        return self._executor.submit(work)
 
     def _n_of_models(self, tokens: Sequence[DraftToken]) -> int:
         return sum(token.source in self._models for token in tokens)
@@ -304,14 +284,15 @@ class DraftAhead:
             yield
             self._balance.passed(n_tokens, clock.ms)
             return
-        preparing = self._start(partial(self._prepare, list(tokens), draft))
+        assert self._executor is not None
+        preparing = self._executor.submit(partial(self._prepare, list(tokens), draft))
         try:
             yield
         finally:
             ms = clock.ms
             clock.stopped.set()
             preparing.result()
-            clock.took_pass(ms)
+            clock.pass_ms = moved(clock.pass_ms, ms, 0.3)
             self._balance.passed(n_tokens, ms, late_ms=clock.ms - ms)
             self.count.outcomes = len(self._cache)
             self.count.prepared = sum(len(found) for found, _ in self._cache.values())
@@ -331,14 +312,12 @@ class DraftAhead:
 
     def _prepare(self, tokens: list[int], draft: Draft) -> None:
         depth = min(self._depth, len(draft) + 1)
-        order = 0
+        order = count()
         outcomes: list[tuple[float, int, tuple[int, ...] | None]] = []  # None: all accepted, and what then?
 
         def expect(probability: float, suffix: tuple[int, ...] | None) -> None:
-            nonlocal order
             if probability >= LEAST and (suffix is None or suffix[-1] not in self._end_tokens):
-                heapq.heappush(outcomes, (-probability, order, suffix))
-                order += 1
+                heapq.heappush(outcomes, (-probability, next(order), suffix))
 
         reach, ids = 1.0, draft.ids
         for i, token in enumerate(draft):
@@ -365,9 +344,9 @@ class DraftAhead:
     def _drafted(
         self, tokens: list[int], suffix: Sequence[int], n: int, probability: float, *, samples: bool = True
     ) -> Prepared:
-        text, kind = [*tokens, *suffix], _AheadPlan if samples else _LikeliestPlan
-        plan = kind(n, self._plan, self._clock, probability, self._copying)
+        text = [*tokens, *suffix]
+        plan = _AheadPlan(n, self._plan, self._clock, probability, self._copying, samples)
         others: dict[int, Alternatives] = {}
         self._group.proposer.alternatives = others
-        draft = list(self._group.draft(text, plan, ahead=True))
+        draft = self._group.draft(text, plan, ahead=True)
         return draft, [others.get(len(text) + i, ()) for i in range(len(draft))]

@@ -34,21 +34,17 @@ PREFILL_CHUNK = 128  # prompt tokens fed between two looks at the cancel flag: a
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """What the next pass of the target is over.
+    """What the next pass of the target is over: ``tokens``, ``logits`` and ``n_best`` as for ``Context.decode``.
 
-    Attributes:
-        tokens, logits, n_best: see ``Context.decode``.
-        parents: where they branch, see ``Context.decode_tree``.
-        draft: the draft that the tokens end with, if the last ones of it may be left out: then the pass has fewer rows.
-            A draft token that was sampled may not, nor what comes before it: see ``drafters.base``.
-        n_after: of a prompt, how many tokens are to be read after these.
+    The end of ``draft``, where there is one, may be left out: then the pass has fewer rows. A draft token that was
+    sampled may not, nor what comes before it: see ``drafters.base``.
     """
 
     tokens: Sequence[int]
     logits: Wanted = "all"
-    parents: Sequence[int] | None = None
-    draft: Draft | None = None
-    n_after: int = 0
+    parents: Sequence[int] | None = None  # where they branch, see ``Context.decode_tree``
+    draft: Draft | None = None  # that the tokens end with
+    n_after: int = 0  # of a prompt, how many tokens are to be read after these
     n_best: int = 0
 
     @property
@@ -73,14 +69,6 @@ class SpeculativeDecoder:
         ahead: drafts while the target verifies; None drafts in the ordinary order. For one answer at a time.
         overlap: holds rounds until the next pass has begun; who hands them on then has to ``learn`` from them too.
 
-    Attributes:
-        drafters: those that have not failed.
-        taps: the hidden states of the target that the drafters read.
-        unread: what the next passes read of the prompt.
-        tokens: everything settled, the prompt included.
-        budget: tokens that may still be emitted.
-        finish_reason: why the answer ended; None until it does.
-
     Raises:
         UsageError: the target's context does not return the hidden states that a drafter reads.
     """
@@ -96,16 +84,16 @@ class SpeculativeDecoder:
     ) -> None:
         self.ahead, self.overlap = ahead, overlap
         self.target = target
-        self.drafters = list(drafters)
+        self.drafters = list(drafters)  # those that have not failed
         self.taps = {tap for drafter in drafters for tap in drafter.info.taps}
         if missing := self.taps.difference(target.hidden):
             raise UsageError(
                 f"the target's context was not made to return {sorted(missing)[0]!r}, which a drafter reads"
             )
         self.controller = controller
-        self.unread: Sequence[int] = ()
-        self.tokens: list[int] = []
-        self.budget = 0
+        self.unread: Sequence[int] = ()  # what the next passes read of the prompt
+        self.tokens: list[int] = []  # everything settled, the prompt included
+        self.budget = 0  # tokens that may still be emitted
         self.finish_reason: FinishReason | None = None
         self._lost = lost
         self._failed: set[str] = set()
@@ -322,9 +310,9 @@ class SpeculativeDecoder:
         else:
             assert self._verified is not None
             draft = self._verified
-            if len(forward) <= len(draft):  # the rest gave way to rows of other answers
-                draft = Draft(draft[: len(forward) - 1])
             params, constraint, rows = self._params, self._constraint, forward.logits
+            if len(rows) <= len(draft):  # the rest gave way to rows of other answers
+                draft = Draft(draft[: len(rows) - 1])
             judging: Rows = rows if constraint is None else constraint.rows(rows, draft.ids, params)
             verdict = verify(draft, judging, tokens, params, self._noise, forward.ids)
             read = [tokens[-1], *draft.ids]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 from math import inf
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from localspec.backends.tokenizer import NAMED
@@ -17,32 +18,29 @@ from localspec.spec_decode.rounds import Part, Span, TokenKind
 # Text that waits until it is known what it is, and the search for strings in a stream of characters.
 
 
+@dataclass(slots=True)
 class HeldText:
-    """Spans that came and were not released yet; positions count the characters of the whole."""
+    """Text that came and was not released yet; positions count the characters of the whole."""
 
-    def __init__(self) -> None:
-        self._spans: deque[Span] = deque()
-        self.n_released = self.n_read = 0
+    text: str = ""
+    n_released: int = 0
+    _of: list[tuple[TokenKind, str]] = field(default_factory=list)  # by character its kind and source
 
     @property
-    def text(self) -> str:
-        return "".join(span.text for span in self._spans)
+    def n_read(self) -> int:
+        return self.n_released + len(self.text)
 
     def add(self, span: Span) -> None:
-        self._spans.append(span)
-        self.n_read += len(span.text)
+        self.text += span.text
+        self._of += [(span.kind, span.source)] * len(span.text)
 
     def release(self, end: int, part: Part = "answer") -> list[Span]:
-        spans: list[Span] = []
-        while self._spans and self.n_released < end:
-            span = self._spans.popleft()
-            n = end - self.n_released
-            if len(span.text) > n:
-                self._spans.appendleft(replace(span, text=span.text[n:]))
-                span = replace(span, text=span.text[:n])
-            self.n_released += len(span.text)
-            spans.append(span if span.part == part else replace(span, part=part))
-        return joined(spans)
+        n = max(0, end - self.n_released)
+        runs = groupby(zip(self._of[:n], self.text[:n], strict=True), itemgetter(0))
+        spans = [Span("".join(each for _, each in run), kind, source, part) for (kind, source), run in runs]
+        self.n_released += n
+        self.text, self._of = self.text[n:], self._of[n:]
+        return spans
 
 
 class Matcher:
@@ -81,13 +79,9 @@ def _back(text: str) -> Sequence[int]:
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    found: list[Span] = []
-    for span in spans:
-        if found and replace(found[-1], text=span.text) == span:
-            found[-1] = replace(span, text=found[-1].text + span.text)
-        elif span.text:
-            found.append(span)
-    return found
+    """Spans without empty ones, those in a row that differ in their text only as one."""
+    runs = groupby((span for span in spans if span.text), attrgetter("kind", "source", "part"))
+    return [Span("".join(span.text for span in run), *of) for of, run in runs]
 
 
 # What a model thinks before it answers, told apart from the answer while both are being written.
@@ -143,10 +137,6 @@ class ThinkingReader:
 
     # -- the budget ----------------------------------------------------------------------------------------------
 
-    def count(self) -> bool:
-        self.n_tokens += self.inside
-        return self.inside
-
     @property
     def room(self) -> float:
         """Most draft tokens of a round, so that the budget is not overrun."""
@@ -162,14 +152,9 @@ class ThinkingReader:
         return self._openers if self.budget < inf else frozenset()
 
     @property
-    def spent(self) -> bool:
-        """Whether the block has to be closed now. A mark that has half come is waited for."""
-        return self.inside and self.n_tokens >= self.budget and not self._longest
-
-    @property
     def forced(self) -> list[int]:
-        """Tokens that close the block, where that has to be done now."""
-        return self._forced if self.spent else []
+        """Tokens that close the block, where its budget is spent. A mark that has half come is waited for."""
+        return self._forced if self.inside and self.n_tokens >= self.budget and not self._longest else []
 
     # -- the text ------------------------------------------------------------------------------------------------
 
@@ -269,10 +254,6 @@ class TextAssembler:
         stop: non-empty strings.
         thinking: tells thinking and answer apart; None: all text is the answer.
         named: control tokens, by name: in stop strings the name means the token, as well as a text that spells it.
-
-    Attributes:
-        stopped: a stop string is complete (and none that began earlier can be): nothing more will be released.
-        token_text, token_thinks: what the last token added, held back or not, and whether that belongs to thinking.
     """
 
     def __init__(
@@ -297,9 +278,9 @@ class TextAssembler:
         self._held = HeldText()
         self._found: int | None = None
         self._last: tuple[TokenKind, str] = ("plain", "target")
-        self.stopped = False
-        self.token_text = ""
-        self.token_thinks = False
+        self.stopped = False  # a stop string is complete, and none that began earlier can be: nothing more is released
+        self.token_text = ""  # what the last token added, held back or not
+        self.token_thinks = False  # whether that belongs to thinking
 
     def push(self, token: int, kind: TokenKind, source: str) -> list[Span]:
         """Add a settled token; returns the text that became safe to show."""
@@ -313,7 +294,8 @@ class TextAssembler:
         if self.thinking is None:
             self.token_text = text
             return self._read(Span(text + sign, kind, source))
-        was_inside = self.thinking.count()
+        was_inside = self.thinking.inside
+        self.thinking.n_tokens += was_inside
         text = text.replace(NAMED, "\ufffd") + (name or "")
         self.token_text = text.replace(NAMED, "")
         text += sign

@@ -16,35 +16,24 @@ from localspec.sampling.sampling import Distribution, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class DraftToken:
-    """One token of a draft, and the drafter that made it.
-
-    ``prob`` is the drafter's own confidence in [0, 1], ``dist`` the distribution the token was *sampled* from (None: it
-    was chosen deterministically), ``expected`` the controller's calibrated probability that it is accepted, given that
-    the ones before it were.
-    """
+    """One token of a draft, and the drafter that made it."""
 
     id: int
     source: str
-    prob: float
-    dist: Distribution | None = None
-    expected: float = 0.0
+    prob: float  # the drafter's own confidence in [0, 1]
+    dist: Distribution | None = None  # what it was *sampled* from; None: it was chosen deterministically
+    expected: float = 0.0  # the controller's calibrated probability that it is accepted, if those before it were
 
 
 class Draft(list[DraftToken]):
     """The draft tokens of one round; empty means plain decoding.
 
     A chain, each token behind the one before it, unless ``add`` makes it branch: then it is a tree, of which the target
-    accepts one path. ``parents`` are as for ``add``; None is a chain.
+    accepts one path.
     """
 
-    __slots__ = ("_parents", "branches")
-
-    def __init__(self, tokens: Iterable[DraftToken] = (), parents: Sequence[int] | None = None) -> None:
-        super().__init__(() if parents is not None else tokens)
-        self.branches = False
-        self._parents: list[int] = []  # of a chain nothing is kept
-        for token, parent in zip(tokens, parents or (), strict=True) if parents is not None else ():
-            self.add(token, parent)
+    branches = False
+    _parents: Sequence[int] = ()  # of a chain nothing is kept
 
     @property
     def ids(self) -> list[int]:
@@ -53,12 +42,7 @@ class Draft(list[DraftToken]):
     @property
     def parents(self) -> list[int]:
         """For each draft token the index of the one that it follows; -1 is the last settled token."""
-        return self._parents if self.branches else list(range(-1, len(self) - 1))
-
-    @property
-    def depth(self) -> int:
-        """How many draft tokens the longest path has."""
-        return max((len(self.path(i)) for i in range(len(self))), default=0) if self.branches else len(self)
+        return list(self._parents if self.branches else range(-1, len(self) - 1))
 
     def children(self, index: int) -> Sequence[int]:
         """The draft tokens that follow a draft token, or with -1 the last settled one: indices, in order."""
@@ -86,10 +70,8 @@ class Draft(list[DraftToken]):
             raise ValueError(f"no draft token {parent} to follow: there are {last + 1}")
         if any(self[child].id == token.id for child in self.children(parent)):
             raise ValueError(f"token {token.id} follows draft token {parent} already")
-        if parent != last and not self.branches:
-            self._parents, self.branches = self.parents, True
-        if self.branches:
-            self._parents.append(parent)
+        if parent != last or self.branches:
+            self._parents, self.branches = [*self.parents, parent], True
         self.append(token)
 
 
@@ -108,14 +90,13 @@ class Verdict:
     """What the target made of a draft: how many tokens it accepted, and the token that it adds after them.
 
     ``kind`` is of the latter: ``recovered`` replaces a rejected draft token, ``bonus`` follows an accepted draft,
-    ``plain`` had none; ``forced`` was not chosen at all, see ``Round``. ``path`` are the accepted tokens of a draft
-    that branches: indices, in order. None for a chain.
+    ``plain`` had none; ``forced`` was not chosen at all, see ``Round``.
     """
 
     n_accepted: int
     next_token: int
     kind: TokenKind
-    path: tuple[int, ...] | None = None
+    path: tuple[int, ...] | None = None  # the accepted tokens of a draft that branches: indices, in order
 
     @property
     def accepted(self) -> Sequence[int]:
@@ -125,18 +106,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class EmittedToken:
-    """One verified token. ``text`` is what it adds to the text (a half-finished character adds nothing yet).
-
-    ``logprobs`` is the target's, for requests that ask for it. ``thinking``: it belongs to a thinking block, marks
-    included.
-    """
+    """One verified token."""
 
     id: int
     kind: TokenKind
     source: str = "target"
-    text: str = ""
-    logprobs: TokenLogprobs | None = None
-    thinking: bool = False
+    text: str = ""  # what it adds to the text; a half-finished character adds nothing yet
+    logprobs: TokenLogprobs | None = None  # the target's, for requests that ask for it
+    thinking: bool = False  # it belongs to a thinking block, marks included
 
     def as_dict(self) -> dict[str, Any]:
         """The token as the JSON object of ``--format events``."""
@@ -171,20 +148,12 @@ class AheadCount:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How far a prompt is read.
+    """How far a prompt is read."""
 
-    Attributes:
-        total: tokens of the prompt; of a draft model, which may read it later, of all that it has to read.
-        cached: those of them that were in memory before; for a draft model, when its reading was first told.
-        processed: those that are in memory now, ``cached`` included.
-        seconds: since reading began.
-        reader: who reads, ``target`` or ``draft``.
-    """
-
-    total: int
-    cached: int
-    processed: int
-    seconds: float
+    total: int  # tokens of the prompt; of a draft model, which may read it later, of all that it has to read
+    cached: int  # those of them that were in memory before; for a draft model, when its reading was first told
+    processed: int  # those that are in memory now, ``cached`` included
+    seconds: float  # since reading began
     reader: Literal["target", "draft"] = "target"
 
     @property
@@ -205,16 +174,15 @@ class PromptProgress:
     def as_event(self) -> dict[str, Any]:
         """The JSON object of ``--format events``."""
         left = self.seconds_left
-        return {
-            "type": "prompt",
-            "reader": self.reader,
-            "total": self.total,
-            "cached": self.cached,
-            "processed": self.processed,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "seconds_left": None if left is None else round(left, 1),
-        }
+        return (
+            {"type": "prompt"}
+            | asdict(self)
+            | {
+                "seconds": round(self.seconds, 3),
+                "tokens_per_second": round(self.tokens_per_second, 2),
+                "seconds_left": None if left is None else round(left, 1),
+            }
+        )
 
     def __str__(self) -> str:
         """For people: ``1,280 of 4,000 tokens · 96 tok/s · 28 s left``."""
@@ -267,10 +235,6 @@ class Round:
     @property
     def thinking(self) -> str:
         return "".join(span.text for span in self.spans if span.part == "thinking")
-
-    @property
-    def width(self) -> int:
-        return len(self.emitted) if self.verdict.kind == "forced" else len(self.draft) + 1
 
     @property
     def tokens_expected(self) -> float:
@@ -355,22 +319,22 @@ class SpecStats(Mapping[str, Any]):
         """Count one finished round; what only brings the rest of the text is none."""
         if not round_.emitted:
             return
+        draft, verdict, forced = round_.draft, round_.verdict, round_.verdict.kind == "forced"
         self.completion_tokens += len(round_.emitted)
         self.thinking_tokens += sum(token.thinking for token in round_.emitted)
-        forced = round_.verdict.kind == "forced"
         self.num_forced_tokens += len(round_.emitted) * forced
         self.num_rounds += not forced
-        self.num_draft_tokens += len(round_.draft)
-        self.num_accepted_tokens += round_.verdict.n_accepted
-        depth = round_.draft.depth
+        self.num_draft_tokens += len(draft)
+        self.num_accepted_tokens += verdict.n_accepted
+        depth = max(len(draft.path(i)) for i in range(len(draft))) if draft.branches else len(draft)
         missing = depth - len(self.drafted_per_position)
         self.drafted_per_position.extend([0] * missing)
         self.accepted_per_position.extend([0] * missing)
         for i in range(depth):
             self.drafted_per_position[i] += 1
-            self.accepted_per_position[i] += i < round_.verdict.n_accepted
-        accepted = round_.verdict.accepted
-        for i, token in enumerate(round_.draft):
+            self.accepted_per_position[i] += i < verdict.n_accepted
+        accepted = verdict.accepted
+        for i, token in enumerate(draft):
             counts = self.by_source.setdefault(token.source, {"num_draft_tokens": 0, "num_accepted_tokens": 0})
             counts["num_draft_tokens"] += 1
             counts["num_accepted_tokens"] += i in accepted
@@ -378,7 +342,7 @@ class SpecStats(Mapping[str, Any]):
             self.num_ahead_hits += round_.ahead.hit
             self.num_ahead_tokens += round_.ahead.prepared
             self.num_ahead_tokens_used += round_.ahead.taken
-        if not (round_.draft or forced) and self.seconds_one_token is not None:
+        if not (draft or forced) and self.seconds_one_token is not None:
             insort(self.seconds_one_token, round_.ms_verify / 1e3)
         self.seconds_draft += round_.ms_draft / 1e3
         self.seconds_verify += round_.ms_verify / 1e3

@@ -26,10 +26,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from localspec.backends.base import Forward
 from localspec.sampling.sampling import Ids, Noise, Row, SamplingParams, distribution, greedy_token
 from localspec.spec_decode.rounds import Draft, TokenKind, Verdict
 
@@ -65,9 +61,6 @@ def verify(
         tokens: everything settled, the last token included (penalties look at it; its length addresses the noise).
         ids: the tokens that the logits belong to [k + 1, n], where they are the ``params.n_best`` largest or more.
     """
-    is_greedy_chain = params.n_best == 1 and not draft.branches
-    if is_greedy_chain and ids is not None and isinstance(logits, np.ndarray) and _are_numbers(logits):
-        return _along_the_chain(draft, Forward(logits, ids=ids).best())
     history = list(tokens[-params.repeat_last_n :]) if params.edits_logits else []
     at, path = -1, list[int]()
     while True:
@@ -81,19 +74,6 @@ def verify(
         path.append(at)
         if params.edits_logits:
             history.append(chosen)
-
-
-def _are_numbers(rows: npt.NDArray[np.float32]) -> bool:
-    return bool(np.isfinite(np.maximum.reduce(rows, axis=1)).all())  # NaN is the largest
-
-
-def _along_the_chain(draft: Draft, chosen: Sequence[int]) -> Verdict:
-    """Greedily, the most probable token of each row being known: all in one go, as rows that are cut are short."""
-    n, n_accepted = len(draft), 0
-    while n_accepted < n and draft[n_accepted].id == chosen[n_accepted]:
-        n_accepted += 1
-    kind: TokenKind = "recovered" if n_accepted < n else "bonus" if n else "plain"
-    return Verdict(n_accepted, chosen[n_accepted], kind)
 
 
 def _judge(

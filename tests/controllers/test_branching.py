@@ -9,6 +9,7 @@ from localspec.controllers.auto import AutoController
 from localspec.controllers.cost_model import PassTimes
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.support.simulator import CURVES
+from tests.support.trees import draft_tree
 
 
 def controller_on(curve: str) -> AutoController:
@@ -73,7 +74,7 @@ def test_what_becomes_of_second_tokens_is_learned_apart() -> None:
     controller = controller_on("gpu")
     acceptance = controller.acceptance["model"]
     before, first = acceptance.sibling(0.6), acceptance.expected(0.6)
-    draft = Draft([DraftToken(1, "model", 0.99), DraftToken(2, "model", 0.6)], [-1, -1])
+    draft = draft_tree([DraftToken(1, "model", 0.99), DraftToken(2, "model", 0.6)], [-1, -1])
     for verdict in [Verdict(1, 3, "bonus", (0,))] * 20:
         controller.plan(room=100, n_past=64)
         controller.learn(Round(0, draft, verdict, [EmittedToken(1, "accepted"), EmittedToken(3, "bonus")], 1.0, 10.0))

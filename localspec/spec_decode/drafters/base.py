@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -120,6 +120,7 @@ class Drafter(ABC):
 SURE_COPY = 0.7  # confidence of a copy under which a draft model is asked instead, where nothing is weighed
 
 
+@dataclass
 class Plan:
     """The permission to draft in one round; drafters ask it token by token.
 
@@ -127,20 +128,20 @@ class Plan:
     while there is room. Others weigh.
 
     Args:
-        room: most tokens of the draft.
+        room: how many more tokens may be drafted in this round.
         copying: sources whose copies give way to a draft model's token where they are under ``SURE_COPY``.
         n_branches: most tokens of the draft outside of its chain.
     """
 
-    gives_way = False  # whether the draft's end may be left out where draft tokens of other answers are worth more
-
-    def __init__(self, room: int, copying: Collection[str] = (), n_branches: int = 0) -> None:
-        self.room = room  # how many more tokens may be drafted in this round
-        self._copying, self._n_branches = copying, n_branches
+    room: int
+    copying: Collection[str] = ()
+    n_branches: int = 0
+    # Whether the draft's end may be left out where draft tokens of other answers are worth more.
+    gives_way: ClassVar[bool] = False
 
     def branching(self) -> Branching | None:
         """The permission to let the draft branch; None where that cannot pay."""
-        return Branching(self._n_branches) if self._n_branches else None
+        return Branching(self.n_branches) if self.n_branches else None
 
     def order(self, sources: Sequence[str]) -> Sequence[str]:
         """In which order drafters are asked for the next token of the draft."""
@@ -168,8 +169,8 @@ class Plan:
         """A pass over ``n_tokens`` tokens of the drafter's own model, and a draft token made of it, took so long."""
 
     def samples(self, source: str, confidence: float) -> bool:
-        """Whether a draft token should be sampled from the draft's distribution, or be its most probable token; asked
-        before ``keep``, where a request samples with fresh noise."""
+        """Whether a draft token should be a sample, or the most probable one; asked before ``keep``, where a request
+        samples with fresh noise."""
         return True
 
     def nothing(self, source: str) -> None:
@@ -182,17 +183,17 @@ class Plan:
         that the draft token will be a sample instead. Returns the calibrated probability of acceptance if the token
         should be sent, else None.
         """
-        if self.room <= 0 or (confidence < SURE_COPY and source in self._copying):
+        if self.room <= 0 or (confidence < SURE_COPY and source in self.copying):
             return None
         self.room -= 1
         return confidence
 
 
+@dataclass
 class Branching:
     """The permission to add branches to a drafted chain, asked token by token. This one takes all there is room for."""
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    room: int
 
     def branch(self, draft: Draft, parent: int, source: str, confidence: float) -> float | None:
         """Whether another token that follows the draft token ``parent`` is worth a row of the target's pass.
@@ -216,15 +217,11 @@ _NOT_NUMBERS = "computed logits that are not numbers"
 
 
 class Rival(NamedTuple):
-    """What else a draft model would propose at a position, drawn only once it is wanted.
+    """What else a draft model would propose at a position, drawn only once it is wanted."""
 
-    ``confidence`` is its own estimate, in [0, 1], that this is right where its first proposal is not; ``law`` what
-    ``token`` (-1) is to be sampled from: that of the first proposal, without it. None where it is not sampled.
-    """
-
-    confidence: float
-    token: int
-    law: Distribution | None
+    confidence: float  # the model's own estimate, in [0, 1], that this is right where its first proposal is not
+    token: int  # -1 where it is to be sampled
+    law: Distribution | None  # what it is to be sampled from: that of the first proposal, without it
 
 
 class Proposer:
@@ -247,13 +244,6 @@ class Proposer:
         params, noise: the request's.
         constraint: the grammar that the answer follows.
         n_vocab: how many token ids the target takes; None is as many as the draft model.
-
-    Attributes:
-        has_fresh_noise: whether draft tokens may be sampled with noise of their own: at a temperature, without a seed.
-        n_best: how many of the largest logits of a row it needs, see ``Context.decode``; 0 needs whole rows.
-        rivals: by position, what else there was to choose; None does not look for it.
-        drawn: every sample that was drawn, sent or not, with the law it was drawn from; None does not keep them.
-        alternatives: by position, what may come instead of the tokens drafted last; None does not look for it.
     """
 
     def __init__(
@@ -263,11 +253,15 @@ class Proposer:
         self.noise = noise
         self.constraint = constraint
         self.n_vocab = n_vocab
+        # How many of the largest logits of a row it needs, see ``Context.decode``; 0 needs whole rows.
         self.n_best = params.n_best if constraint is None else 0
+        # Whether draft tokens may be sampled with noise of their own: at a temperature, without a seed.
         self.has_fresh_noise = not params.greedy and params.seed is None
+        # What is kept only where it is not None: by position what else there was to choose, and what may come instead
+        # of the tokens drafted last; every sample that was drawn, sent or not, with the law it was drawn from.
         self.rivals: dict[int, Rival] | None = None
-        self.drawn: list[tuple[int, Distribution]] | None = None
         self.alternatives: dict[int, Alternatives] | None = None
+        self.drawn: list[tuple[int, Distribution]] | None = None
         self._choice: int | Distribution = 0
         self._row: tuple[Row, Ids | None, float] | None = None  # greedily, while rivals or alternatives are wanted
         self._n_sampled = 0
@@ -291,37 +285,33 @@ class Proposer:
         Raises:
             DrafterFailed: the logits are not numbers.
         """
+        greedy, constraint = self.params.greedy, self.constraint
         if self.n_vocab is not None and len(row) > self.n_vocab:
             row = row[: self.n_vocab]
-        if not self.params.greedy and self.constraint is None:
-            return self._sure_of_law(row, history, ids)
-        best, confidence = best_and_certainty(row)
-        if not math.isfinite(row[best]):  # NaN anywhere is the maximum
-            raise DrafterFailed(_NOT_NUMBERS)
-        if self.constraint is not None:
-            row = self.constraint.masked(row, ids)
+        if greedy or constraint is not None:
+            best, confidence = best_and_certainty(row)
+            if not math.isfinite(row[best]):  # NaN anywhere is the maximum
+                raise DrafterFailed(_NOT_NUMBERS)
+        if constraint is not None:
+            row = constraint.masked(row, ids)
             if row.max() == -math.inf:  # a trimmed vocabulary has nothing that may come here
                 return 0.0
-        if self.params.greedy:
-            if self.constraint is not None or self.params.edits_logits:
-                row = edit_logits(row, history, self.params, ids)
-                best, confidence = best_and_certainty(row)
-                confidence = confidence if row[best] > -math.inf else 0.0
-            self._choice = best if ids is None else int(ids[best])
-            is_wanted = self.rivals is not None or self.alternatives is not None
-            self._row = (row, ids, confidence) if is_wanted else None
-            return confidence
-        return self._sure_of_law(row, history, ids)
-
-    def _sure_of_law(self, row: Row, history: Sequence[int], ids: Ids | None) -> float:
-        try:
-            q = draft_distribution(row, history, self.params, ids)
-        except UsageError:  # banned, all of them; the target may have more
-            return 0.0
-        except NotNumbers:
-            raise DrafterFailed(_NOT_NUMBERS) from None
-        self._choice = q
-        return q.top
+        if not greedy:
+            try:
+                self._choice = draft_distribution(row, history, self.params, ids)
+            except UsageError:  # banned, all of them; the target may have more
+                return 0.0
+            except NotNumbers:
+                raise DrafterFailed(_NOT_NUMBERS) from None
+            return self._choice.top
+        if constraint is not None or self.params.edits_logits:
+            row = edit_logits(row, history, self.params, ids)
+            best, confidence = best_and_certainty(row)
+            confidence = confidence if row[best] > -math.inf else 0.0
+        self._choice = best if ids is None else int(ids[best])
+        is_wanted = self.rivals is not None or self.alternatives is not None
+        self._row = (row, ids, confidence) if is_wanted else None
+        return confidence
 
     def choose(self, position: int, *, sampled: bool = True) -> tuple[int, Distribution | None]:
         """The draft token for the row last given to ``confidence``, and the law it was sampled from, if it was."""
@@ -344,9 +334,7 @@ class Proposer:
 
     def draw(self, rival: Rival) -> int:
         """The token of a rival, sampled where it has a law: the second draw of a distribution, without replacement."""
-        if rival.law is None:
-            return rival.token
-        return self._drawn_from(rival.law)
+        return rival.token if rival.law is None else self._drawn_from(rival.law)
 
     def _second_best(self) -> Rival | None:
         if self._row is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -11,8 +12,9 @@ import stat
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,19 +25,15 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
+from localspec.backends.base import Context
 from localspec.errors import UsageError
-from localspec.spec_decode.drafters.ngram import Copy
+from localspec.spec_decode.drafters.base import Drafter, DrafterInfo
+from localspec.spec_decode.drafters.ngram import Copy, CopyingDrafter
 from localspec.system.files import private_folder, write_atomically
 from localspec.system.steps import Steps
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
-
-from copy import deepcopy
-
-from localspec.backends.base import Context
-from localspec.spec_decode.drafters.base import Drafter, DrafterInfo
-from localspec.spec_decode.drafters.ngram import CopyingDrafter
 
 # Which files of a folder are text that may be read, and their text.
 
@@ -89,10 +87,9 @@ class PathSource(TextSource):
             found = self.root.stat()
             return [TextFile(self.root.name, found.st_size, found.st_mtime_ns)]
         files: list[TextFile] = []
-        for n, file in enumerate(_walk(self.root, "", _rules_above(self.root))):
-            if file is not None:
-                files.append(file)
-            if n % SCAN_STEP == SCAN_STEP - 1:
+        for n, file in enumerate(_walk(self.root, "", _rules_above(self.root)), 1):
+            files += [] if file is None else [file]
+            if n % SCAN_STEP == 0:
                 yield
         return files
 
@@ -130,7 +127,7 @@ def _walk(folder: Path, name: str, rules: _Rules) -> Iterator[TextFile | None]:
     """The text files under a folder; None for every other entry, so that the time of it can be shared out."""
     if name.count("/") >= DEEPEST:
         return
-    rules = (*rules, *_rules_in(folder))
+    rules = (*rules, *_rules_of(folder, ".gitignore"))
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # gone meanwhile, or not ours to read
@@ -150,7 +147,11 @@ def _walk(folder: Path, name: str, rules: _Rules) -> Iterator[TextFile | None]:
             continue
         if not (is_folder or (stat.S_ISREG(found.st_mode) and 0 < found.st_size <= MOST_FILE_BYTES)):
             continue
-        if _is_ignored(path, is_folder, rules):
+        verdicts = (
+            spec.check_file(path.relative_to(above).as_posix() + "/" * is_folder).include
+            for above, spec in reversed(rules)
+        )
+        if next((is_ignored for is_ignored in verdicts if is_ignored is not None), False):
             continue
         if is_folder:
             yield from _walk(path, inner, rules)
@@ -158,23 +159,11 @@ def _walk(folder: Path, name: str, rules: _Rules) -> Iterator[TextFile | None]:
             yield TextFile(inner, found.st_size, found.st_mtime_ns)
 
 
-def _is_ignored(path: Path, is_folder: bool, rules: _Rules) -> bool:
-    for folder, spec in reversed(rules):
-        verdict = spec.check_file(path.relative_to(folder).as_posix() + "/" * is_folder).include
-        if verdict is not None:
-            return verdict
-    return False
-
-
-def _rules_in(folder: Path) -> _Rules:
-    return _rules_of(folder, folder / ".gitignore")
-
-
-def _rules_of(folder: Path, path: Path) -> _Rules:
-    """The rules in a file for a folder; a line that is none is left out, as Git does."""
+def _rules_of(folder: Path, name: str) -> _Rules:
+    """The rules in a file of this name for a folder; a line that is none is left out, as Git does."""
     from pathspec import GitIgnoreSpec
 
-    text, lines = read_text(path, 1 << 20), []
+    text, lines = read_text(folder / name, 1 << 20), []
     for line in (text or "").splitlines():
         with suppress(ValueError):
             GitIgnoreSpec.from_lines([line])
@@ -187,8 +176,8 @@ def _rules_above(folder: Path) -> _Rules:
     above = [folder, *folder.parents]
     for n, each in enumerate(above):
         if (each / ".git").exists():
-            own = _rules_of(each, each / ".git" / "info" / "exclude")
-            return sum((_rules_in(parent) for parent in reversed(above[1 : n + 1])), own)
+            own = _rules_of(each, ".git/info/exclude")
+            return sum((_rules_of(parent, ".gitignore") for parent in reversed(above[1 : n + 1])), own)
     return ()
 
 
@@ -204,14 +193,12 @@ MAGIC = b"localspec corpus 1\n"
 DEPTH = 32  # tokens of the text's end that are compared: half as much again as n-grams tell apart (21)
 WIDTH = 4  # bytes of a token, the most significant first: then bytes compare as tokens do
 BREAK = 0xFFFFFFFF  # stands before and after the tokens of a file; no vocabulary has such a token
+CHUNK = 1 << 24  # tokens that are counted together
+MOST_VOCABULARY = 1 << 20  # more tokens than any vocabulary has
 BUCKET = 1 << 18  # places that are sorted in a step (a quarter of a second), unless all are over 64 times as many
 
 Tokens = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
-
-
-class DamagedSegment(Exception):
-    """The file is no whole segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,70 +213,50 @@ class IndexedFile:
 class Segment:
     """An immutable segment, mapped into memory.
 
-    Attributes:
-        files: what it was made of, by name.
-        kept: names of files that are not passed over; ``n_kept``: their tokens.
-
     Raises:
-        DamagedSegment: the file is cut short or altered, as far as a few looks can tell.
+        KeyError, TypeError, ValueError: the file is no whole segment.
         OSError: it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            header, offset = _read_header(file)
-            try:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except ValueError as error:
-                raise DamagedSegment(str(error)) from None
-        try:
-            rows = [(TextFile(*row[:3]), *row[3:]) for row in header["files"]]
-            self.files = {file.name: IndexedFile(file, start, n) for file, start, n in rows}
-            n, self.n_tokens = int(header["n"]), int(header["n_tokens"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedSegment(str(error)) from None
-        self.size_bytes = len(self._map)
-        if self.size_bytes != offset + WIDTH * (n + self.n_tokens):
-            raise DamagedSegment("it is cut short")
-        self._offset = offset
+            if file.readline() != MAGIC:
+                raise ValueError("it is no segment")
+            header = json.loads(file.readline())
+            self._offset = offset = file.tell()
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        rows = [(TextFile(*row[:3]), *row[3:]) for row in header["files"]]
+        self.files = {file.name: IndexedFile(file, start, n) for file, start, n in rows}
+        n, self.n_tokens = int(header["n"]), int(header["n_tokens"])
+        if len(self._map) != offset + WIDTH * (n + self.n_tokens):
+            raise ValueError("it is cut short")
         self._order = memoryview(self._map)[offset + WIDTH * n :].cast("I")
         self.tokens: Tokens = np.frombuffer(self._map, ">u4", n, offset)  # [n], with BREAK around every file
         self.keep(list(self.files))
-        self._check()
-
-    def _check(self) -> None:
-        """A few looks, the same every time: places are in range and in order."""
-        for i in np.linspace(0, self.n_tokens - 2, 64).astype(np.int64).tolist() if self.n_tokens > 1 else ():
-            here, there = (self._at(self._order[j]) for j in (i, i + 1))
-            if not b"" < here <= there < BREAK.to_bytes(WIDTH, "big"):
-                raise DamagedSegment("its sort order is invalid")
-
-    def _at(self, place: int, n_bytes: int = WIDTH) -> bytes:
-        start = self._offset + WIDTH * place
-        return self._map[start : start + n_bytes]
 
     def _beginning(self, n_bytes: int) -> Callable[[int], bytes]:
         """What gives the first bytes of a place: the inner loop of a search."""
         mapped, offset = self._map, self._offset
 
         def at(place: int) -> bytes:
-            start = offset + 4 * place
+            start = offset + WIDTH * place
             return mapped[start : start + n_bytes]
 
         return at
 
     def keep(self, names: Collection[str]) -> None:
-        """Pass over all files but these from now on."""
+        """Pass over all files but these from now on; ``n_kept`` are their tokens."""
         spans = sorted((self.files[name].start, self.files[name].n_tokens) for name in names)
         self._spans = [(start, start + n) for start, n in spans] if len(spans) < len(self.files) else None
         self.kept, self.n_kept = list(names), sum(n for _, n in spans)
 
     def longest(self, text: bytes) -> int:
-        """How many tokens the longest match of a text has, of which ``text`` are the last, see ``backwards``."""
-        n_bytes = len(text)
-        i = bisect_left(self._order, text, key=self._beginning(n_bytes))
-        near = (self._at(self._order[j], n_bytes) for j in (i - 1, i) if 0 <= j < self.n_tokens)
+        """How many tokens the longest match of a text has, of which ``text`` are the last, as the file has tokens: the
+        last first."""
+        beginning = self._beginning(len(text))
+        i = bisect_left(self._order, text, key=beginning)
+        near = (beginning(self._order[j]) for j in (i - 1, i) if 0 <= j < self.n_tokens)
         return max((_n_shared(text, other) for other in near), default=0)
 
     def places(self, text: bytes, most: int) -> tuple[list[int], bool]:
@@ -300,11 +267,14 @@ class Segment:
         last = bisect_right(self._order, text, lo=first, key=beginning)
         step = max(1, -(-(last - first) // most))
         found = self._order[first:last:step].tolist()
-        return (found if self._spans is None else _within(self._spans, found)), step == 1
+        if self._spans is not None:
+            spans = ((place, bisect_right(self._spans, (place, BREAK)) - 1) for place in found)
+            found = [place for place, i in spans if i >= 0 and place < self._spans[i][1]]
+        return found, step == 1
 
     def next_token(self, place: int) -> int:
         """The token that follows a place; ``BREAK`` at the end of a file."""
-        return int.from_bytes(self._at(place - 1), "big")
+        return int(self.tokens[place - 1])
 
     def tokens_of(self, name: str) -> Tokens:
         """A file's tokens, backwards [n]."""
@@ -312,21 +282,9 @@ class Segment:
         return self.tokens[each.start : each.start + each.n_tokens]
 
 
-def backwards(tokens: Sequence[int]) -> bytes:
-    """The last tokens of a text as ``Segment.longest`` wants them."""
-    return b"".join([token.to_bytes(WIDTH, "big") for token in tokens[: -DEPTH - 1 : -1]])
-
-
-def _within(spans: Sequence[tuple[int, int]], places: Iterable[int]) -> list[int]:
-    found = ((place, bisect_right(spans, (place, BREAK)) - 1) for place in places)
-    return [place for place, i in found if i >= 0 and place < spans[i][1]]
-
-
 def _n_shared(text: bytes, other: bytes) -> int:
     """Tokens that two texts of the same length begin with."""
-    if len(other) < len(text):
-        other = other.ljust(len(text), b"\xff")
-    differing = int.from_bytes(text, "big") ^ int.from_bytes(other, "big")
+    differing = int.from_bytes(text, "big") ^ int.from_bytes(other.ljust(len(text), b"\xff"), "big")
     return (8 * len(text) - differing.bit_length()) // (8 * WIDTH)
 
 
@@ -341,33 +299,24 @@ def write_segment(file: BinaryIO, path: Path, texts: Sequence[tuple[TextFile, To
     for each, tokens in texts:
         rows.append([each.name, each.size, each.mtime_ns, at, len(tokens)])
         at += len(tokens) + 1
-    n_tokens = sum(len(tokens) for _, tokens in texts)
-    header = json.dumps({"n": at, "n_tokens": n_tokens, "files": rows}).encode()
-    start = MAGIC + len(header).to_bytes(8, "big") + header
-    start += b" " * (-len(start) % 8)
-    file.write(start)
+    n_tokens = at - 1 - len(texts)
+    header = MAGIC + json.dumps({"n": at, "n_tokens": n_tokens, "files": rows}).encode()
+    header += b" " * (-(len(header) + 1) % 8) + b"\n"
     edge = np.full(1, BREAK, ">u4").tobytes()
-    file.write(edge)
+    file.write(header + edge)
     for _, tokens in texts:
         file.write(tokens.astype(">u4").tobytes() + edge)
     file.flush()
-    mapped: Tokens = np.memmap(path, ">u4", "r", len(start), (at,))
+    mapped: Tokens = np.memmap(path, ">u4", "r", len(header), (at,))
     yield
-    chunks = range(0, at, 1 << 24)
-    counts = sum((_counts(mapped[i : i + (1 << 24)]) for i in chunks), np.zeros(1 << 20, dtype=np.int64))
+    chunks = [(start, mapped[start : start + CHUNK]) for start in range(0, at, CHUNK)]
+    counts = np.zeros(MOST_VOCABULARY, dtype=np.int64)
+    for _, chunk in chunks:
+        counts += np.bincount(chunk[chunk != BREAK], minlength=MOST_VOCABULARY)
     for low, high in _buckets(counts, max(BUCKET, n_tokens // 64)):
-        parts = []
-        for i in chunks:
-            part = mapped[i : i + (1 << 24)]
-            parts.append(np.flatnonzero((part >= low) & (part < high)) + i)
-        file.write(_sorted(mapped, np.concatenate(parts)).astype(np.uint32).tobytes())
+        places = [np.flatnonzero((chunk >= low) & (chunk < high)) + start for start, chunk in chunks]
+        file.write(_sorted(mapped, np.concatenate(places)).astype(np.uint32).tobytes())
         yield
-    del mapped
-
-
-def _counts(tokens: Tokens) -> Places:
-    """How often each token occurs; of the vocabularies that there are, none has a million."""
-    return np.bincount(tokens[tokens != BREAK], minlength=1 << 20)
 
 
 def _buckets(counts: Places, size: int) -> list[tuple[int, int]]:
@@ -396,20 +345,6 @@ def _sorted(tokens: Tokens, places: Places) -> Places:
         stay = np.repeat(sizes > 1, sizes)
         group, alike = np.repeat(starts, sizes)[stay], alike[stay]
     return order
-
-
-def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    start = file.read(len(MAGIC) + 8)
-    n_bytes = int.from_bytes(start[len(MAGIC) :], "big")
-    if not start.startswith(MAGIC) or n_bytes > 1 << 30:
-        raise DamagedSegment("it is no segment")
-    try:
-        header = json.loads(file.read(n_bytes))
-    except ValueError as error:
-        raise DamagedSegment(str(error)) from None
-    if not isinstance(header, dict):
-        raise DamagedSegment("it is no segment")
-    return header, -(-(len(start) + n_bytes) // 8) * 8
 
 
 # Of text in a corpus: indexed it takes about twice as much on disk, and hours of one core (``benchmarks/RESULTS.md``).
@@ -456,13 +391,6 @@ class CorpusIndex:
     Args:
         folder: of all indices; each has one of its own in there.
         vocabulary: what tells tokenizers apart.
-
-    Attributes:
-        segments: what can be searched now.
-        seen: when the files were last looked at, on the monotonic clock [s].
-        done: of what ``update`` reads, how much it has read (0 to 1).
-        is_current: whether ``survey`` found nothing to update; ``is_updating``: whether that was begun;
-            ``was_updated``: whether it came to an end.
     """
 
     def __init__(
@@ -470,10 +398,10 @@ class CorpusIndex:
     ) -> None:
         self.source = source
         self.folder = folder / hashlib.sha256(f"{vocabulary} {source.key}".encode()).hexdigest()[:20]
-        self.segments: list[Segment] = []
-        self.seen = float("-inf")
-        self.done = 0.0
-        self.is_current = self.is_updating = self.was_updated = False
+        self.segments: list[Segment] = []  # what can be searched now
+        self.done = 0.0  # of what ``update`` reads, the share that it has read
+        self.is_current = False  # whether ``survey`` found nothing to update
+        self._due = 0.0  # when to look at the files again, on the monotonic clock [s]
         self._tokenize = tokenize
         self._files: dict[str, TextFile] = {}
 
@@ -487,7 +415,7 @@ class CorpusIndex:
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest match of the end of a text: two binary searches, and two more where it is."""
         text = list(tokens[-DEPTH:])
-        key = backwards(text)
+        key = np.array(text[::-1], dtype=">u4").tobytes()
         lengths = [segment.longest(key) for segment in self.segments] if text else []
         length = max(lengths, default=0)
         if not length:
@@ -495,7 +423,7 @@ class CorpusIndex:
         places, is_whole = list[tuple[Segment, int]](), True
         for segment, n in zip(self.segments, lengths, strict=True):
             if n == length:
-                found, are_all = segment.places(key[: length * 4], MOST_PLACES)
+                found, are_all = segment.places(key[: length * WIDTH], MOST_PLACES)
                 places += [(segment, place) for place in found]
                 is_whole = is_whole and are_all
         return Match(text, length, places, is_whole)
@@ -522,10 +450,9 @@ class CorpusIndex:
         Returns:
             Steps that end with a remark for the user, or with ""; ``name`` is what ``--draft`` calls the corpus.
         """
-        is_known = self.is_current or self.was_updated
-        if self.is_updating or (is_known and time.monotonic() - self.seen < LOOK_AGAIN_S):
+        if time.monotonic() < self._due:
             return None
-        self.is_updating = True
+        self._due = math.inf  # until that is done
         return self._updated(name)
 
     def _updated(self, name: str) -> Steps[str]:
@@ -546,12 +473,12 @@ class CorpusIndex:
         self._open()
         new = self._new()
         self.is_current = not new and sum(len(segment.files) for segment in self.segments) == len(self._files)
-        sizes = (sum(file.size for file in files) for files in (self._files.values(), new))
-        return Survey(len(self._files), next(sizes), len(new), next(sizes))
+        self._due = time.monotonic() + LOOK_AGAIN_S if self.is_current else 0.0
+        n_bytes, new_bytes = (sum(file.size for file in files) for files in (self._files.values(), new))
+        return Survey(len(self._files), n_bytes, len(new), new_bytes)
 
     def _look(self) -> Steps[None]:
         found = yield from self.source.files()
-        self.seen = time.monotonic()
         n_bytes = sum(file.size for file in found)
         if n_bytes > MOST_BYTES or len(found) > MOST_FILES:
             raise UsageError(
@@ -580,7 +507,7 @@ class CorpusIndex:
         except OSError as error:
             raise UsageError(f"cannot index {self.source.key}: {error.strerror or error}") from None
         finally:
-            self.is_updating, self.was_updated, self.seen = False, True, time.monotonic()
+            self._due = time.monotonic() + LOOK_AGAIN_S
 
     def _open(self, *, clean: bool = False) -> None:
         """Take up the segments there are, the newest version of every file first; ``clean`` deletes what is damaged or
@@ -590,11 +517,11 @@ class CorpusIndex:
         for path in sorted(self.folder.glob("*.segment"), reverse=True):
             try:
                 self.segments.append(known.get(path) or Segment(path))
-            except DamagedSegment:
+            except OSError:
+                pass
+            except (KeyError, TypeError, ValueError):  # it is damaged
                 if clean:
                     self._delete(path)
-            except OSError:
-                continue
         taken: set[str] = set()
         for segment in list(self.segments):
             kept = [
@@ -628,11 +555,9 @@ class CorpusIndex:
             yield
             tokens = yield from self._tokens(text or "")
             batch.append((file, tokens[::-1]))
-            if sum(len(each) for _, each in batch) >= BATCH:
+            if file is new[-1] or sum(len(each) for _, each in batch) >= BATCH:
                 yield from self._write(batch)
                 batch = []
-        if batch:
-            yield from self._write(batch)
 
     def _tokens(self, text: str) -> Steps[Tokens]:
         parts = [np.empty(0, dtype=np.uint32)]
@@ -689,7 +614,6 @@ class CorpusDrafter(CopyingDrafter[Match]):
         super().__init__(DrafterInfo(source, name, copies=True))
         self.index = self._texts = index
         self._settled = index.match([])
-        self._n_settled = 0
 
     def clone(self, context: Context | None) -> Drafter:
         clone = CorpusDrafter(self.index, self.info.source, self.info.name)
@@ -699,11 +623,5 @@ class CorpusDrafter(CopyingDrafter[Match]):
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._settled, self._n_settled = self.index.match(tokens), len(tokens)
 
-    def accept(self, emitted: Sequence[int]) -> None:
-        for token in emitted:
-            self._learn(self._settled, token)
-            self._settled = self.index.step(self._settled, token)
-        self._n_settled += len(emitted)
-
-    def _place(self, tokens: Sequence[int]) -> Match:
-        return self._settled if len(tokens) == self._n_settled else self.index.match(tokens)
+    def _settle(self, token: int) -> Match:
+        return self.index.step(self._settled, token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from localspec.errors import ContextFull, EngineError
 from localspec.spec_decode.drafters.base import Branching, Drafter, DrafterFailed, Plan, Proposer
@@ -10,6 +11,7 @@ from localspec.spec_decode.drafters.ngram import CopyingDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken
 
 
+@dataclass(slots=True)
 class DrafterGroup:
     """Asks its drafters in the plan's order, token by token: the first with one that it wants continues the draft.
 
@@ -23,15 +25,10 @@ class DrafterGroup:
         lost: takes a drafter that failed, and why.
     """
 
-    def __init__(
-        self,
-        drafters: list[Drafter],
-        proposer: Proposer,
-        end_tokens: frozenset[int] = frozenset(),
-        lost: Callable[[Drafter, str], None] = lambda drafter, why: None,
-    ) -> None:
-        self.drafters, self.proposer, self.end_tokens = drafters, proposer, end_tokens
-        self._lost = lost
+    drafters: list[Drafter]
+    proposer: Proposer
+    end_tokens: frozenset[int] = frozenset()
+    lost: Callable[[Drafter, str], None] = lambda drafter, why: None
 
     def draft(self, tokens: list[int], plan: Plan, branching: Branching | None = None, *, ahead: bool = False) -> Draft:
         """Draft what follows ``tokens``, everything settled (left as it was on return), up to an end token.
@@ -116,7 +113,7 @@ class DrafterGroup:
             return []
         except (DrafterFailed, EngineError) as error:
             self.drafters.remove(drafter)
-            self._lost(drafter, f"failed: {error}" if isinstance(error, EngineError) else str(error))
+            self.lost(drafter, f"failed: {error}" if isinstance(error, EngineError) else str(error))
             return []
         n = self.proposer.n_legal([token.id for token in draft]) if draft else 0
         if n < len(draft) and draft[n].dist is not None:

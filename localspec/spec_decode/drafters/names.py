@@ -52,17 +52,12 @@ def names_of_files(paths: Sequence[Path], taken: Collection[str] = ()) -> list[s
         taken: names that mean something else.
     """
     absolute = [Path(os.path.abspath(path)) for path in paths]
-    names = []
-    for path in absolute:
+
+    def name(path: Path) -> str:
         for n in range(1, len(path.parts)):
-            name = _end(path, n)
-            if name not in taken and sum(_end(each, n) == name for each in absolute) == 1:
-                break
-        else:
-            name = str(path)
-        names.append(name)
-    return names
+            ends = ["/".join(each.parts[-n:]).removesuffix(".gguf") for each in (path, *absolute)]
+            if ends[0] not in taken and ends.count(ends[0]) == 2:
+                return ends[0]
+        return str(path)
 
-
-def _end(path: Path, n: int) -> str:
-    return "/".join(path.parts[-n:]).removesuffix(".gguf")
+    return [name(path) for path in absolute]

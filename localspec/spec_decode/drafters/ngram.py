@@ -95,14 +95,23 @@ class CopyingDrafter(Drafter, Generic[Place]):
     """
 
     _texts: _Texts[Place]
+    _settled: Place  # of the settled text, which has so many tokens
+    _n_settled = 0
 
     def __init__(self, info: DrafterInfo) -> None:
         self.info = info
         self._hits = HitRates(PRIORS, PRIOR_WEIGHT, MEMORY)
 
     @abstractmethod
+    def _settle(self, token: int) -> Place:
+        """Take up one more settled token; the place behind it."""
+
     def _place(self, tokens: Sequence[int]) -> Place:
         """The place of a text that goes on from the settled one."""
+        place = self._settled
+        for token in tokens[self._n_settled :]:
+            place = self._texts.step(place, token)
+        return place
 
     def confidence(self, tokens: Sequence[int]) -> float:
         """The confidence [0, 1] in what it would propose next; 0 where it has nothing. ``tokens`` as for ``draft``."""
@@ -124,11 +133,13 @@ class CopyingDrafter(Drafter, Generic[Place]):
             place = self._texts.step(place, found.token)
         return draft
 
-    def _learn(self, place: Place, token: int) -> None:
-        """``token`` was settled behind a place."""
-        found = self._texts.continuation(place)
-        if found is not None:
-            self._hits.learn(found.kind, found.token == token)
+    def accept(self, emitted: Sequence[int]) -> None:
+        for token in emitted:
+            found = self._texts.continuation(self._settled)
+            if found is not None:
+                self._hits.learn(found.kind, found.token == token)
+            self._settled = self._settle(token)
+        self._n_settled += len(emitted)
 
 
 # Every context that a text has had, and what followed it: a suffix automaton that grows token by token, and shrinks.
@@ -168,13 +179,9 @@ class SuffixAutomaton:
         self._followed = [0]
         self._best = [_NONE]
         self._last = _ROOT
-        self._n_tokens = 0
         # One entry a token: the token, the state that was last, the state that was split (or none), and the best
         # continuations that changed, as state, old, state, old, …
         self._log: deque[tuple[int, int, int, tuple[int, ...]]] = deque(maxlen=UNDO_DEPTH)
-
-    def __len__(self) -> int:
-        return self._n_tokens
 
     @property
     def n_states(self) -> int:
@@ -206,7 +213,6 @@ class SuffixAutomaton:
                 link[q] = link[state] = clone
         self._log.append((token, last, split, self._count(last, token)))
         self._last = state
-        self._n_tokens += 1
 
     def _new_state(self, next_: dict[int, int], link: int, size: int, followed: int, best: int) -> int:
         self._next.append(next_)
@@ -263,7 +269,6 @@ class SuffixAutomaton:
                 p = link[p]
         del self._next[state:], link[state:], self._size[state:], self._followed[state:], self._best[state:]
         self._last = last
-        self._n_tokens -= 1
 
     def match(self) -> Suffix:
         """The longest suffix of the text that occurred in it before."""
@@ -311,8 +316,8 @@ class NgramDrafter(CopyingDrafter[Suffix]):
     def __init__(self) -> None:
         super().__init__(DrafterInfo(NGRAM, copies=True))
         self._texts = SuffixAutomaton()
-        self._tokens: list[int] = []
-        self._n_ahead = 0
+        self._settled = self._texts.match()
+        self._tokens: list[int] = []  # what the automaton has read
 
     def clone(self, context: Context | None) -> Drafter:
         clone = NgramDrafter()
@@ -324,9 +329,8 @@ class NgramDrafter(CopyingDrafter[Suffix]):
 
         What both share with what was read before stays; only the rest is undone and read.
         """
-        ahead = [*tokens[-LEAD:], *prediction, BREAK] if prediction else []
-        self._n_ahead = len(ahead)
-        tokens = [*ahead, *tokens]
+        self._n_settled = len(tokens)
+        tokens = [*tokens[-LEAD:], *prediction, BREAK, *tokens] if prediction else list(tokens)
         shared = shared_prefix(self._tokens, tokens)
         n_stale = len(self._tokens) - shared
         # Taking a token back costs about as much as adding it.
@@ -337,16 +341,9 @@ class NgramDrafter(CopyingDrafter[Suffix]):
                 self._texts.pop()
         for token in tokens[shared:]:
             self._texts.push(token)
-        self._tokens = tokens
+        self._tokens, self._settled = tokens, self._texts.match()
 
-    def accept(self, emitted: Sequence[int]) -> None:
-        for token in emitted:
-            self._learn(self._texts.match(), token)
-            self._texts.push(token)
-        self._tokens += emitted
-
-    def _place(self, tokens: Sequence[int]) -> Suffix:
-        place = self._texts.match()
-        for token in tokens[len(self._tokens) - self._n_ahead :]:
-            place = self._texts.step(place, token)
-        return place
+    def _settle(self, token: int) -> Suffix:
+        self._texts.push(token)
+        self._tokens.append(token)
+        return self._texts.match()

@@ -19,27 +19,7 @@ from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.rounds import DraftToken
 
 
-class _OwnTokensDrafter(DraftModelDrafter):
-    """A draft model that reads tokens of its own.
-
-    Args:
-        context: of the draft model.
-        target: the model to draft for.
-        source: see ``DrafterInfo``.
-    """
-
-    def __init__(self, context: Context, target: Model, source: str = "model") -> None:
-        super().__init__(context, source)
-        self.info = replace(self.info, own_tokens=True)
-        self._target = target
-
-    def clone(self, context: Context | None) -> Drafter:
-        other = type(self)(context or self.context, self._target, self.info.source)
-        other.info = self.info
-        return other
-
-
-class OtherVocabularyDrafter(_OwnTokensDrafter):
+class OtherVocabularyDrafter(DraftModelDrafter):
     """Drafts greedily in the draft model's own tokens; the target's tokens for that text are the draft.
 
     A draft token is always a function of the text before it, a point mass for verification, so that rejection sampling
@@ -51,15 +31,20 @@ class OtherVocabularyDrafter(_OwnTokensDrafter):
     may be the beginning of a longer one.
 
     Args:
-        context, target, source: as above.
+        context: of the draft model.
+        target: the model to draft for.
+        source: see ``DrafterInfo``.
         passes: see ``DrafterInfo``: tokens of the draft model for one of the target's in ordinary text.
     """
 
     def __init__(self, context: Context, target: Model, source: str = "model", passes: float = 1.0) -> None:
-        super().__init__(context, target, source)
-        draft = context.model
+        super().__init__(context, source)
+        self.info = replace(self.info, own_tokens=True, as_text=True, passes=passes)
+        self._target, draft = target, context.model
         self._carried = CarriedText(Side(target.vocab, target.tokenize), Side(draft.vocab, draft.tokenize))
-        self.info = replace(self.info, as_text=True, passes=passes)
+
+    def clone(self, context: Context | None) -> Drafter:
+        return OtherVocabularyDrafter(context or self.context, self._target, self.info.source, self.info.passes)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, found, drafted = self.info.source, list[DraftToken](), list[int]()
@@ -100,7 +85,7 @@ class OtherVocabularyDrafter(_OwnTokensDrafter):
                     return found
 
 
-class MappedTokensDrafter(_OwnTokensDrafter):
+class MappedTokensDrafter(DraftModelDrafter):
     """Drafts with a model whose tokens are the target's but for special ones, which are mapped by name and meaning.
 
     The draft model's law is one over the target's tokens: a special token of the target has the logit of its partner,
@@ -108,8 +93,9 @@ class MappedTokensDrafter(_OwnTokensDrafter):
     """
 
     def __init__(self, context: Context, target: Model, source: str = "model") -> None:
-        super().__init__(context, target, source)
-        mine, its = target.vocab, context.model.vocab
+        super().__init__(context, source)
+        self.info = replace(self.info, own_tokens=True)
+        self._target, mine, its = target, target.vocab, context.model.vocab
         shared = min(mine.n_tokens, its.n_tokens)
         special = mine.special
         special[:shared] |= its.special[:shared]
@@ -120,6 +106,9 @@ class MappedTokensDrafter(_OwnTokensDrafter):
         self._reads = {i: i if i < its.n_tokens else beyond for i in self._special.tolist()} | partners(mine, its)
         self._tokens: list[int] = []  # the target's
         self._ids: list[int] = []  # the draft model's, one for each of them
+
+    def clone(self, context: Context | None) -> Drafter:
+        return MappedTokensDrafter(context or self.context, self._target, self.info.source)
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         kept = shared_prefix(self._tokens, tokens)

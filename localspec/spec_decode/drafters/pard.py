@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from localspec.backends.base import FEW_ROWS, Context, Forward
+from localspec.backends.base import FEW_ROWS, Context
 from localspec.errors import EngineError, ModelFileError, UsageError, is_whole, shown
 from localspec.model_files.gguf import GGUFFile
 from localspec.sampling.sampling import Ids, Row
@@ -40,15 +39,15 @@ def file_and_mask(argument: str) -> tuple[str, int | None]:
     return found or (argument, None)
 
 
-def mask_token(path: Path, *, named: bool = False) -> int | None:
+def mask_token(path: Path, *, named: bool = False, token: int | None = None) -> int | None:
     """The mask token of a file that says it is a PARD model; None where it does not.
 
     It does by a field ``ARCHITECTURE.pard_token``, or by a name that begins with PARD (``general.name``). Then, and
-    where it is ``named`` as one, its mask token is that of the field or of ``tokenizer.ggml.mask_token_id``, or the one
-    that published models use with its vocabulary.
+    where it is ``named`` as one, its mask token is ``token``, or that of the field or of
+    ``tokenizer.ggml.mask_token_id``, or the one that published models use with its vocabulary.
 
     Raises:
-        ModelFileError: the file cannot be read, or names a token that it does not have.
+        ModelFileError: the file cannot be read, or does not have the token.
         UsageError: it is ``named``, and names no mask token.
     """
     with GGUFFile(path) as file:
@@ -56,30 +55,21 @@ def mask_token(path: Path, *, named: bool = False) -> int | None:
         field, title = file.field("pard_token"), str(file.metadata.get("general.name", ""))
         if not named and field is None and not title.lower().startswith(PARD):
             return None
-        for value in (field, file.metadata.get("tokenizer.ggml.mask_token_id")):
-            if value is not None:
-                return _checked(path, value, len(tokens))
-        for token, name in _PUBLISHED.items():
-            if token < len(tokens) and tokens[token] == name:
-                return token
+        for value in (token, field, file.metadata.get("tokenizer.ggml.mask_token_id")):
+            if value is None:
+                continue
+            if not is_whole(value) or not 0 <= value < len(tokens):
+                raise ModelFileError(f"{path.name} has {len(tokens)} tokens, and no mask token {shown(value)}")
+            return int(value)
+        for published, name in _PUBLISHED.items():
+            if published < len(tokens) and tokens[published] == name:
+                return published
     if not named:
         return None
     raise UsageError(
         f"{path.name} names no mask token: --draft {PARD}:FILE:TOKEN takes its id, pard_token in the published model's "
         "config.json"
     )
-
-
-def checked_mask(path: Path, token: int) -> int:
-    """The token, if the file has it. Raises ``ModelFileError``."""
-    with GGUFFile(path) as file:
-        return _checked(path, token, len(file.metadata.get("tokenizer.ggml.tokens", ())))
-
-
-def _checked(path: Path, token: Any, n_vocab: int) -> int:
-    if not is_whole(token) or not 0 <= token < n_vocab:
-        raise ModelFileError(f"{path.name} has {n_vocab} tokens, and no mask token {shown(token)}")
-    return int(token)
 
 
 class PardDrafter(DraftModelDrafter):
@@ -133,11 +123,9 @@ class PardDrafter(DraftModelDrafter):
             started = time.perf_counter()
         forward = context.decode([*tokens[first:], *[self._mask] * (width - 1)], "all", n_best)
         self._text = list(tokens)
-        self._guesses = [self._row(forward, i) for i in range(len(tokens) - first - 1, len(forward))]
+        ids = [None] * len(forward) if forward.ids is None else forward.ids
+        self._guesses = [*zip(forward.logits, ids, strict=True)][len(tokens) - first - 1 :]
         plan.spent(source, len(forward), (time.perf_counter() - started) * 1e3)
-
-    def _row(self, forward: Forward, at: int) -> tuple[Row, Ids | None]:
-        return forward.logits[at], None if forward.ids is None else forward.ids[at]
 
     def begin(self, tokens: Sequence[int], *, prediction: Sequence[int] = (), target: Context | None = None) -> None:
         self._forget_masks()

@@ -18,11 +18,12 @@ from localspec.commands.chat.screen import INDENT, ChatScreen, TextView, plain_p
 from localspec.commands.chat.typesetter import Style, token_style
 from localspec.errors import PromptTooLong
 from localspec.sampling.sampling import SamplingParams
-from localspec.spec_decode.rounds import Draft, Round, SpecStats
+from localspec.spec_decode.rounds import Round, SpecStats
 from localspec.system.terminal import width
 from tests.support.emulator import Emulator
 from tests.support.saved_chats import write_chat
 from tests.support.scripted_llm import ScriptedLLM, make_round, speak
+from tests.support.trees import draft_tree
 
 
 class Scripted:
@@ -369,7 +370,7 @@ def test_round_line_shows_every_guess_and_its_fate() -> None:
         assert "".join("".join(rows).split()) == "".join(line.split())  # nothing is left out
     assert ("(x", Style.REJECTED) in round_parts(round_)
     branched = make_round(0, [("a", "model", True), ("b", "model", False), ("c", "model", True)], "d")
-    branched.draft = Draft(list(branched.draft), [-1, 0, 0])
+    branched.draft = draft_tree(branched.draft, [-1, 0, 0])
     branched.verdict = replace(branched.verdict, n_accepted=2, path=(0, 2))
     assert "✓a✗b |✓c" in text_of(round_parts(branched))
 

@@ -11,11 +11,12 @@ import pytest
 
 from localspec.commands.chat.screen import TokensView
 from localspec.commands.chat.typesetter import Style, Typesetter
-from localspec.spec_decode.rounds import Draft, SpecStats
+from localspec.spec_decode.rounds import SpecStats
 from localspec.system.terminal import clip, on_one_line, visible, width
 from tests.support.emulator import Emulator
 from tests.support.scripted_llm import make_round
 from tests.support.tmux import Tmux
+from tests.support.trees import draft_tree
 
 GHOST = "GHOST"
 
@@ -159,7 +160,7 @@ def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_ap
     terminal = Emulator()
     view = TokensView(terminal.chat_screen(), SpecStats())
     round_ = make_round(0, [("one ", "model", True), ("two", "model", False), ("2", "model", False)], "three ")
-    round_.draft = Draft(list(round_.draft), [-1, 0, 0])
+    round_.draft = draft_tree(round_.draft, [-1, 0, 0])
     view.round(round_)
     assert terminal.text().startswith("one two | 2three")
 
