@@ -46,7 +46,7 @@ class OpenAnswer:
 
     Args:
         job: has the request; is given every round, and how far a long prompt is read: before them, by draft models
-            later too. It is asked whether to stop, also inside of long passes, such as a draft model's first reading.
+            later too. It is asked whether to stop, also inside of long passes.
         asked: what ``Request.read`` returned.
         shared: what its share of a pass costs; None: it has passes of its own.
         overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
@@ -198,8 +198,7 @@ class OpenAnswer:
             self._conversation = list(self._prompt[: self._request.keep_tokens])
             for context in (self.decoder.target, *self._drafts):
                 pair.prefix_cache.cut(context, self._conversation)
-        # Others may have begun since this one did.
-        pair.conversation, pair.last = self._conversation, self._last
+        pair.conversation, pair.last = self._conversation, self._last  # others may have begun since this one did
         times = pair.state.times
         widths = [
             len(round_.emitted) if round_.verdict.kind == "forced" else len(round_.draft) + 1
@@ -215,22 +214,30 @@ class OpenAnswer:
         explanation = self._controller.explain()
         if shared is not None and shared.mean_answers > 1.0:
             explanation += f"\nShared with other answers: on average {shared.mean_answers:.1f} at once."
-        tokens = [token for round_ in rounds for token in round_.emitted]
-        finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
-        return Reply(
-            "".join(round_.text for round_ in rounds),
-            [token.id for token in tokens],
-            finish,
-            stats,
-            pair.name,
-            pair.state.draft_names,
-            pair.target.backend,
-            cancelled_by=job.cancelled_by if finish == "cancelled" else None,
-            tokens=tokens,
-            explanation=explanation,
-            seconds_waited=job.seconds_waited,
-            thinking="".join(round_.thinking for round_ in rounds),
-        )
+        return _replied(pair, job, rounds, stats, explanation)
+
+
+def _replied(pair: Pair, job: Job, rounds: Sequence[Round], stats: SpecStats, explanation: str = "") -> Reply:
+    tokens = [token for round_ in rounds for token in round_.emitted]
+    finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
+    return Reply(
+        "".join(round_.text for round_ in rounds),
+        [token.id for token in tokens],
+        finish,
+        stats,
+        pair.name,
+        pair.state.draft_names,
+        pair.target.backend,
+        cancelled_by=job.cancelled_by if finish == "cancelled" else None,
+        tokens=tokens,
+        explanation=explanation,
+        seconds_waited=job.seconds_waited if job.started else time.monotonic() - job.submitted,
+        thinking="".join(round_.thinking for round_ in rounds),
+    )
+
+
+def never_ran(pair: Pair, job: Job) -> Reply:
+    return _replied(pair, job, [], SpecStats())
 
 
 def rounds(
@@ -262,20 +269,6 @@ def rounds(
 
 SCORING_CHUNK = 64
 """Tokens scored in one pass; a row of logits each, up to a megabyte for the largest vocabularies."""
-
-
-def never_ran(pair: Pair, job: Job) -> Reply:
-    return Reply(
-        "",
-        [],
-        "cancelled",
-        SpecStats(),
-        pair.name,
-        pair.state.draft_names,
-        pair.target.backend,
-        cancelled_by=job.cancelled_by,
-        seconds_waited=time.monotonic() - job.submitted,
-    )
 
 
 def answer(pair: Pair, job: Job) -> Reply:

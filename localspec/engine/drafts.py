@@ -23,7 +23,16 @@ from localspec.engine.draft_sources import (
 )
 from localspec.engine.loading import N_ANSWER, N_PROMPT, Loader, Report
 from localspec.engine.saved import SavedChats
-from localspec.engine.state import DecodingState, DraftMemory, DraftModel, ahead_of, taps_of, target_memory
+from localspec.engine.state import (
+    DecodingState,
+    DraftMemory,
+    DraftModel,
+    ahead_of,
+    n_sequences,
+    several,
+    taps_of,
+    target_memory,
+)
 from localspec.errors import Cancelled, EngineError, LocalspecError, VocabularyMismatch
 from localspec.model_files.catalog import Catalog
 from localspec.model_files.gguf import fingerprint
@@ -43,8 +52,8 @@ from localspec.spec_decode.drafters.names import (
     source_of,
 )
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter, OtherVocabularyDrafter
-from localspec.spec_decode.drafters.pard import PardDrafter, file_and_mask, mask_token
-from localspec.system.files import JsonStore, Key, home, is_same_file
+from localspec.spec_decode.drafters.pard import PardDrafter, checked_mask, file_and_mask, mask_token
+from localspec.system.files import JsonStore, home, is_same_file
 from localspec.system.steps import exhaust
 
 
@@ -57,8 +66,7 @@ def plugin_drafts(target: Model, warn: Callable[[str], None] = lambda line: None
 def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None) -> Iterator[str]:
     """All that ``auto`` loads for a loaded target: plugins, and a draft model's path."""
     yield from plugin_drafts(target, warn)
-    draft = Catalog.load().draft_for(target.path)
-    if draft is not None:
+    if draft := Catalog.load().draft_for(target.path):
         yield str(draft)
 
 
@@ -175,6 +183,7 @@ class DraftMaker:
         named = [name for name in names if not is_corpus(name)]
         is_automatic = named == ["auto"]
         free, models = self._automatic() if is_automatic else self._drafters(named)
+        models = _named(models, free)
         free += self._corpora([name for name in names if is_corpus(name)])
         try:
             context, batch = self._context_for([*free, *(draft.drafter for draft in models)])
@@ -197,12 +206,11 @@ class DraftMaker:
     # -- by name ---------------------------------------------------------------------------------------------------
 
     def _drafters(self, names: Sequence[str]) -> tuple[list[Drafter], list[DraftModel]]:
-        free = [free_drafter(name) for name in names if is_free(name)]
         models: list[DraftModel] = []
         for name in names:
             if not is_free(name):
                 models += self._model(name, self._found(name), models)
-        return free, _named(models, free)
+        return [free_drafter(name) for name in names if is_free(name)], models
 
     def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
         target, free = self.before.target, [free_drafter(name) for name in AUTOMATIC]
@@ -217,7 +225,7 @@ class DraftMaker:
                 if not from_plugin and not isinstance(error, VocabularyMismatch):
                     raise
                 self.loader.warnings.append(f"{error}; drafting without it")
-        return free, _named(models, free)
+        return free, models
 
     def _paying(self, name: str, free: Sequence[Drafter], others: Sequence[DraftModel]) -> list[DraftModel]:
         """What a name stands for, unless it was found to add too little to drafters that cost nothing here."""
@@ -225,35 +233,27 @@ class DraftMaker:
         path = stands_for[1].path
         if not self.loader.options.remember:
             return self._model(name, stands_for, others, any_vocabulary=False)
-        gains, key = JsonStore(home() / "gains", 1), self._gain_key(path)
-        gain = (gains.get(key) or {}).get("gain", math.inf)
-        if gain < LEAST_GAIN:
-            self._leave_out(path, gain)
-            return []
-        found = self._model(name, stands_for, others, any_vocabulary=False)
-        if not found or self.before.times.noisy or found[0].times.noisy:
-            return found
-        alone = replace(self.before, free=[*free], models=found, acceptance=self._acceptance_of(free, found))
-        gain = alone.gain_with(found[0].drafter.info, found[0].times, N_PROMPT, N_ANSWER)
-        gains.put(key, {"gain": round(gain, 3)})
-        if gain >= LEAST_GAIN:
-            return found
-        self._leave_out(path, gain)
-        if all(each.model is not found[0].model for each in self.before.models):
-            found[0].close()
-        return []
-
-    def _gain_key(self, path: Path) -> Key:
         options = self.loader.options
         of_target = curve_key(self.before.target, options.kv_cache_type)
-        return of_target | {"draft": fingerprint(path), "draft engine": options.draft_backend or ""}
-
-    def _leave_out(self, path: Path, gain: float) -> None:
+        key = of_target | {"draft": fingerprint(path), "draft engine": options.draft_backend or ""}
+        gains = JsonStore(home() / "gains", 1)
+        gain = (gains.get(key) or {}).get("gain", math.inf)
+        found = self._model(name, stands_for, others, any_vocabulary=False) if gain >= LEAST_GAIN else []
+        if found and not self.before.times.noisy and not found[0].times.noisy:
+            alone = replace(self.before, free=[*free], models=found, acceptance=self._acceptance_of(free, found))
+            gain = alone.gain_with(found[0].drafter.info, found[0].times, N_PROMPT, N_ANSWER)
+            gains.put(key, {"gain": round(gain, 3)})
+        if gain >= LEAST_GAIN:
+            return found
         adds = "saves nothing" if gain < 1.005 else f"saves {100 * (gain - 1):.0f} %"
         self.loader.warnings.append(
             f"{path.name} is left out: beside copying from the text it {adds} of a typical answer's time here; "
             "--draft names it all the same"
         )
+        for draft in found:
+            if all(each.model is not draft.model for each in self.before.models):
+                draft.close()
+        return []
 
     def _corpora(self, names: Sequence[str]) -> Sequence[Drafter]:
         drafters: list[CorpusDrafter] = []
@@ -278,36 +278,28 @@ class DraftMaker:
     ) -> list[DraftModel]:
         """What a name stands for, as ``_found`` says; nothing if it is one of the others under another name."""
         source, found = stands_for
-        if source is not None:
+        if source is None:
+            alike = [each for each in others if each.drafter.info.is_draft_model]
+        else:
             alike = [each for each in others if kind_of(each.source) == source.name]
-            if any(is_same_file(found.path, each.path) for each in alike):
-                return []
-            return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
-        path = found.path
-        mask = _mask_of(name, path)
-        draft_models = [each for each in others if each.drafter.info.is_draft_model]
-        if any(is_same_file(path, each.path) for each in draft_models):
+        if any(is_same_file(found.path, each.path) for each in alike):
             return []
-        return [self._draft_model(path, source_of("model", len(draft_models)), any_vocabulary, mask)]
+        if source is None:
+            return [self._draft_model(name, found.path, source_of("model", len(alike)), any_vocabulary)]
+        return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
 
-    def _draft_model(self, path: Path, source: str, any_vocabulary: bool, mask: int | None) -> DraftModel:
-        known, spec = self._known(path, is_draft_model=True), str(path)
+    def _draft_model(self, name: str, path: Path, source: str, any_vocabulary: bool) -> DraftModel:
+        known, spec, mask = self._known(path, is_draft_model=True), str(path), _mask_of(name, path)
         if mask is not None:
             any_vocabulary, spec = False, f"{PARD}:{path}:{mask}"
         if known is not None and (mask is None or not known.drafter.info.own_tokens):
             drafter = self._drafter(known.context, source, mask)
             return replace(known, name="", spec=spec, path=path, drafter=drafter)
         model = self.loader.load_draft(path, self.before, self.report, any_vocabulary=any_vocabulary)
-        options, n_ctx = self.loader.options, self.before.context.n_ctx
         weights = DraftWeights(
             model, model.new_context, lambda context, source: self._drafter(context, source, mask), model.close
         )
-        draft = self._loaded(
-            FoundDraft(path, spec),
-            source,
-            weights,
-            lambda: DraftMemory.of_model(model, n_ctx, self.loader.parallel, options.n_gpu_layers),
-        )
+        draft = self._loaded(FoundDraft(path, spec), source, weights, is_draft_model=True)
         if isinstance(draft.drafter, MappedTokensDrafter):
             self.loader.warnings.append(f"{path.name} has other special tokens: they are mapped by name and meaning")
         elif draft.drafter.info.own_tokens:
@@ -328,7 +320,7 @@ class DraftMaker:
         known = self._known(found.path, is_draft_model=False)
         if known is not None and known.source == source:
             return replace(known, drafter=known.drafter.clone(known.context))
-        options, n_ctx = self.loader.options, self.before.context.n_ctx
+        options = self.loader.options
         weights = kind.load(
             found.path,
             self.before.target,
@@ -338,31 +330,24 @@ class DraftMaker:
             say=lambda line: self.report(line, None),
             warn=self.loader.warnings.append,
         )
-        found = replace(found, name=found.name or source)
-        return self._loaded(
-            found,
-            source,
-            weights,
-            lambda: DraftMemory.of_head(lambda: weights.new_context(n_ctx), self.loader.parallel),
-        )
+        return self._loaded(replace(found, name=found.name or source), source, weights, is_draft_model=False)
 
     def _known(self, path: Path, *, is_draft_model: bool) -> DraftModel | None:
         for draft in self.before.models:
-            if (
-                draft is not self.renew
-                and draft.drafter.info.is_draft_model == is_draft_model
-                and is_same_file(draft.path, path)
-            ):
+            is_alike = draft is not self.renew and draft.drafter.info.is_draft_model == is_draft_model
+            if is_alike and is_same_file(draft.path, path):
                 return draft
         return None
 
-    def _loaded(
-        self, found: FoundDraft, source: str, weights: DraftWeights, new_memory: Callable[[], DraftMemory]
-    ) -> DraftModel:
+    def _loaded(self, found: FoundDraft, source: str, weights: DraftWeights, *, is_draft_model: bool) -> DraftModel:
         """Weights with a memory, and what their passes cost; frees them where it fails."""
+        n_ctx, parallel, layers = self.before.context.n_ctx, self.loader.parallel, self.loader.options.n_gpu_layers
         with ExitStack() as failed:
             failed.callback(weights.close)
-            memory = new_memory()
+            if is_draft_model and parallel > 1:
+                memory = DraftMemory.shared(weights.model, n_ctx, parallel, layers)
+            else:
+                memory = DraftMemory(several(lambda: weights.new_context(n_ctx), n_sequences(parallel)))
             failed.callback(memory.close)
             context = memory.contexts[0]
             drafter, passes = weights.drafter(context, source), weights.passes(context)

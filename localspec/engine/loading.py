@@ -142,10 +142,10 @@ def compiled_offer_once(model: Model, times: PassTimes) -> str | None:
     """``compiled_offer`` with its command, the first time for this engine; None from then on."""
     store, key = _store(), {"offered": "a compiled engine", "instead of": model.engine}
     line = None if store.get(key) else compiled_offer(model, times)
-    if line is not None:
-        store.put(key, {"told": True})
-        line = f"{line}: {NATIVE_COMMAND}"
-    return line
+    if line is None:
+        return None
+    store.put(key, {"told": True})
+    return f"{line}: {NATIVE_COMMAND}"
 
 
 def engines_comparing(n_ctx: int, options: LoadOptions) -> Callable[[Model, Model], Steps[None]]:
@@ -209,15 +209,9 @@ def ordered(
 
 
 def _comparison(stored: dict[str, Any] | None) -> EngineTimes | None:
-    if not stored:
+    if not stored or not all(name in stored["ms"] for name in ENGINES):
         return None
-    try:
-        ms = {str(name): float(value) for name, value in stored["ms"].items()}
-        rounds = {str(name): [float(each) for each in values] for name, values in stored["rounds"].items()}
-        found = EngineTimes(str(stored["day"]), ms, rounds, float(stored["others_share"]))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return found if all(name in ms for name in ENGINES) else None
+    return EngineTimes(stored["day"], stored["ms"], stored["rounds"], stored["others_share"])
 
 
 def _store() -> JsonStore:
@@ -393,16 +387,13 @@ class Loader:
         published = self._open_draft(path, state, report, check=check, any_vocabulary=any_vocabulary)
         if self.options.idle or not self.may_be_lighter(path, published, state):
             return published
-        try:
+        with ExitStack() as replaced:
+            replaced.callback(published.close)
             prefers_light = exhaust(self.choosing(path, published, state, report), lambda: report("measuring", None))
             lighter = self._open_lighter(path, state, report) if prefers_light else None
-        except BaseException:
-            published.close()
-            raise
-        if lighter is None:
-            return published
-        published.close()
-        return lighter
+            if lighter is None:
+                replaced.pop_all()
+        return lighter or published
 
     def _is_known_wrong(self, path: Path) -> bool:
         """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""
@@ -461,23 +452,16 @@ class Loader:
     def _open_draft(
         self, path: Path, state: DecodingState, report: Report, *, check: bool = True, any_vocabulary: bool = False
     ) -> Model:
-        model = self.load(path, report, backend=self.options.draft_backend, check=check)
-        try:
-            self._check_draft(model, state.target, any_vocabulary)
-        except BaseException:
-            model.close()
-            raise
-        return model
-
-    def _check_draft(self, draft: Model, target: Model, any_vocabulary: bool) -> None:
-        difference = target.vocab.difference(draft.vocab, special=False)
+        model, target = self.load(path, report, backend=self.options.draft_backend, check=check), state.target
+        difference = target.vocab.difference(model.vocab, special=False)
         if difference and not any_vocabulary:
-            raise VocabularyMismatch(f"{draft.path.name} cannot draft for {target.path.name}: {difference}")
-        if draft.size_bytes > target.size_bytes:
+            model.close()
+            raise VocabularyMismatch(f"{path.name} cannot draft for {target.path.name}: {difference}")
+        if model.size_bytes > target.size_bytes:
             self.warnings.append(
-                f"the draft {draft.path.name} is larger than the target {target.path.name}: "
-                "it will cost more than it saves"
+                f"the draft {path.name} is larger than the target {target.path.name}: it will cost more than it saves"
             )
+        return model
 
 
 def giving_way(stopped: Callable[[], bool]) -> Report:

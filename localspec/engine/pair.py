@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from localspec.engine.prefix_cache import PassCounts, PrefixCache
 from localspec.engine.request import DraftLength
 from localspec.engine.state import DecodingState, DraftModel
 from localspec.engine.stored_prompts import PromptStore, StoringPrompts
-from localspec.engine.worker import PREPARATION, STORING, Stopped, Worker
+from localspec.engine.worker import IdleTask, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, LocalspecError
 from localspec.model_files.gguf import fingerprint
 from localspec.prompts.prompts import PromptEncoder
@@ -34,82 +34,28 @@ from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.system.machine import BUSY, CPUTimes, others_share, read_memory, trim_heap
 from localspec.system.steps import Steps
 
-# What a loaded pair still has to find out or make, done in idle time: nothing of it is needed to be right.
-#
-# Calibration, the check of a draft model, the choice between a draft and its lighter copy, another engine's opinion.
-# Each is work in steps; a request that comes waits for one step at most, and finds what was known before.
-
 log = logging.getLogger("localspec")
 
-Work = Callable[[Stopped], Steps[None]]
+# What a loaded pair still has to find out or make, done in idle time: nothing of it is needed to be right. A request
+# that comes waits for one step at most, and finds what was known before.
 
-ORDER = ("draft", "target curve", "draft curve", "draft check", "corpus", "other engine", "draft copy")
-"""What is done first: what brings most, and quickly."""
-
+ORDER = (
+    "reading",
+    "storing",
+    "target curve",
+    "draft curve",
+    "draft check",
+    "corpus",
+    "other engine",
+    "draft copy",
+)
+"""What is done first: what readies the next answer of a conversation, then what spares reading after a restart, then
+what brings most, and quickly."""
 
 AGAIN_S = 600.0
 """How long what was measured beside other programs stands before it is tried again, if they are gone by then."""
 
-
-@dataclass(slots=True)
-class _Item:
-    kind: str
-    work: Work
-    due: float = 0.0
-    steps: Steps[None] | None = None
-
-
-class Preparation:
-    """A task of idle work, made of several that are done in the order of ``ORDER``."""
-
-    def __init__(self) -> None:
-        self._items: list[_Item] = []
-        self._at_work: _Item | None = None
-        self._stopped: Stopped = lambda: False
-
-    def add(self, kind: str, work: Work, *, after: float = 0.0) -> None:
-        """Have work done, not before ``after`` seconds; made again after one of its steps raised ``Cancelled``."""
-        self._items.append(_Item(kind, work, time.monotonic() + after))
-        self._items.sort(key=lambda item: ORDER.index(item.kind))
-
-    def drop(self, *kinds: str) -> None:
-        """Forget work, and free what it holds."""
-        for item in [item for item in self._items if item.kind in kinds]:
-            self._end(item)
-
-    def clear(self) -> None:
-        self.drop(*ORDER)
-
-    def __call__(self, stopped: Stopped) -> bool:
-        item, self._stopped = self._next(), stopped
-        if item is None:
-            return False
-        self._at_work = item
-        try:
-            if item.steps is None:
-                item.steps = item.work(lambda: self._stopped())
-            next(item.steps)
-        except StopIteration:
-            self._end(item)
-        except Cancelled:
-            item.steps = None
-            raise
-        except LocalspecError as error:
-            log.debug("idle work %r failed: %s", item.kind, error)
-            self._end(item)
-        finally:
-            self._at_work = None
-        return self._next() is not None
-
-    def _next(self) -> _Item | None:
-        now = time.monotonic()
-        return next((item for item in self._items if item.due <= now), None)
-
-    def _end(self, item: _Item) -> None:
-        if item in self._items:
-            self._items.remove(item)
-        if item.steps is not None and item is not self._at_work:
-            item.steps.close()  # within its own steps, as when a draft is replaced, it ends by itself
+Work = Callable[[Stopped], Steps[None]]
 
 
 def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes, passes: PassKind = WHOLE) -> None:
@@ -131,9 +77,9 @@ def _prepare_until_settled(pair: Pair, kind: str, work: Work, provisional: Calla
         if in_any_case or (yield from _is_quiet()):
             yield from work(stopped)
         if provisional():
-            pair.preparation.add(kind, partial(measuring, in_any_case=False), after=AGAIN_S)
+            pair.when_idle(kind, partial(measuring, in_any_case=False), after=AGAIN_S)
 
-    pair.preparation.add(kind, measuring)
+    pair.when_idle(kind, measuring)
 
 
 def _is_quiet() -> Steps[bool]:
@@ -144,10 +90,26 @@ def _is_quiet() -> Steps[bool]:
     return (others_share([(before, CPUTimes.now())]) or 0.0) < BUSY
 
 
-def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
+def prepare_draft(pair: Pair, draft: DraftModel) -> None:
+    """Queue what is to be found out about a draft model in use; a head was checked when it was loaded."""
+    prepare_times(pair, "draft curve", draft.context, draft.times, draft.passes)
+    if not draft.drafter.info.is_draft_model:
+        return
+    pair.when_idle("draft check", lambda stopped: _checking(pair, draft))
+    if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):
+
+        def choosing(stopped: Stopped) -> Steps[None]:
+            report = giving_way(stopped)
+            if (yield from pair.loader.choosing(draft.path, draft.model, pair.state, report)):
+                pair.reload_drafts(report, renew=draft)
+
+        pair.when_idle("draft copy", choosing)
+
+
+def _checking(pair: Pair, draft: DraftModel) -> Steps[None]:
     """Check a draft model; one that its engine computes wrongly is not drafted with any more."""
-    model, options = draft.model, pair.options.engine
-    key = verdict_key(model.backend, options, fingerprint(model.path))
+    model = draft.model
+    key = verdict_key(model.backend, pair.options.engine, fingerprint(model.path))
     if model.capabilities.batch_invariant or verdicts().get(key) is not None:
         return
     found = yield from checking(model)
@@ -161,55 +123,40 @@ def checking_draft(pair: Pair, draft: DraftModel) -> Steps[None]:
         pair.reload_drafts(lambda what, fraction: None, drop=draft)
 
 
-def prepare_draft(pair: Pair, draft: DraftModel) -> None:
-    """Queue what is to be found out about a draft model in use; a head was checked when it was loaded."""
-    prepare_times(pair, "draft curve", draft.context, draft.times, draft.passes)
-    if not draft.drafter.info.is_draft_model:
-        return
-    pair.preparation.add("draft check", lambda stopped: checking_draft(pair, draft))
-    if pair.loader.may_be_lighter(draft.path, draft.model, pair.state):
-
-        def choosing(stopped: Stopped) -> Steps[None]:
-            report = giving_way(stopped)
-            if (yield from pair.loader.choosing(draft.path, draft.model, pair.state, report)):
-                pair.reload_drafts(report, renew=draft)
-
-        pair.preparation.add("draft copy", choosing)
-
-
 def prepare_corpora(pair: Pair, drafters: Sequence[Drafter]) -> None:
     """Queue the reading of files that drafters copy from, where these may have changed."""
+
+    def indexing(steps: Steps[str], stopped: Stopped) -> Steps[None]:
+        try:
+            remark = yield from steps
+        except Cancelled:
+            raise
+        except LocalspecError as error:
+            remark = str(error)
+        if remark:
+            pair.warnings.append(remark)
+
     for drafter in drafters:
         steps = drafter.index.idle_work(drafter.info.name) if isinstance(drafter, CorpusDrafter) else None
         if steps is not None:
-            pair.preparation.add("corpus", partial(_telling, pair, steps))
-
-
-def _telling(pair: Pair, steps: Steps[str], stopped: Stopped) -> Steps[None]:
-    """The same steps; what they return, or why they ended early, becomes a warning."""
-    try:
-        remark = yield from steps
-    except Cancelled:
-        raise
-    except LocalspecError as error:
-        remark = str(error)
-    if remark:
-        pair.warnings.append(remark)
+            pair.when_idle("corpus", partial(indexing, steps))
 
 
 def ask_another_engine(pair: Pair, path: Path) -> None:
     """Queue the comparison with another engine, of results and of times."""
-    options = pair.options
 
     def provisional() -> bool:
-        found = compared(path, options)
+        found = compared(path, pair.options)
         return found is not None and found.provisional
 
-    def asking(stopped: Stopped) -> Steps[None]:
-        yield from second_opinion(pair, path).steps(stopped)
-
     if second_opinion(pair, path).waits:
-        _prepare_until_settled(pair, "other engine", asking, provisional, once=not provisional())
+        _prepare_until_settled(
+            pair,
+            "other engine",
+            lambda stopped: second_opinion(pair, path).steps(stopped),
+            provisional,
+            once=not provisional(),
+        )
 
 
 def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
@@ -220,7 +167,7 @@ def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
     return SecondOpinion(
         target,
         path,
-        pair.options.target,
+        options.target,
         pair.refuse,
         engines_comparing(pair.context.n_ctx, options),
         compared=not comparable or (known is not None and not known.provisional),
@@ -239,7 +186,6 @@ class Pair:
         conversation: the one last worked on, prompt and answer.
         last: how far the last answer was asked to draft, and what decided that.
         encoder: makes prompts of messages and texts; its methods may be called from any thread.
-        preparation: what is left to find out in idle time.
         why_chains: why drafts do not branch; None where they may.
         shared: what the rows of shared passes were for.
         refused: why no more requests are answered, where the engine turned out to be wrong; else None.
@@ -250,7 +196,6 @@ class Pair:
         self.worker = worker
         self.warnings: list[str] = Remarks()
         self.loader = Loader(options, self.warnings)
-        self.preparation = Preparation()
         self.prompts = PromptStore(options.prompt_cache_bytes, options.n_gpu_layers, self._kind_of)
         find = self.prompts.find if options.prompt_cache_bytes else None
         self.prefix_cache = PrefixCache(options.prefix_cache_bytes, find)
@@ -281,16 +226,19 @@ class Pair:
             self.set_draft(draft, report)
             undo.pop_all()
         self.read_ahead = ReadAhead(self)
-        worker.when_idle(self.read_ahead)
+        self.when_idle("reading", self.read_ahead.steps)
         self.storing = StoringPrompts(self.prompts, self.prefix_cache, self._all_text_contexts, self.warnings.append)
         if options.prompt_cache_bytes:
-            worker.when_idle(self.storing, priority=STORING)
+            self.when_idle("storing", lambda stopped: self.storing.steps)
             if not self.target.capabilities.saves_state:
                 self.warnings.append(f"prompts are not kept on the disk: {self.target.engine} cannot save its memory")
-        worker.when_idle(self.preparation, priority=PREPARATION)
         if options.idle:
             prepare_times(self, "target curve", context, times)
             ask_another_engine(self, path)
+
+    def when_idle(self, kind: str, task: IdleTask, *, after: float = 0.0) -> None:
+        """Have a task of a kind of ``ORDER`` done in idle time, not before ``after`` seconds."""
+        self.worker.when_idle(task, priority=ORDER.index(kind), after=after)
 
     def _layers(self, path: Path, draft: Sequence[str], engine: str) -> int | None:
         """Layers of the target for a GPU where none were asked for; what is chosen counts as asked for from then on."""
@@ -374,7 +322,7 @@ class Pair:
             VocabularyMismatch: a draft model numbers its tokens differently.
             UnknownModel, ModelFileError, EngineError: as when loading a model.
         """
-        self.preparation.drop("corpus", "draft curve", "draft check", "draft copy")
+        self.worker.idle.drop(*map(ORDER.index, ("corpus", "draft curve", "draft check", "draft copy")))
         before = self.state
         with ExitStack() as undo:
             after = DraftMaker(self.loader, before, report, undo, renew).state(names)
@@ -439,20 +387,12 @@ class Pair:
         self.refused = reason
         self.warnings.append(reason)
 
-    def useful_drafts(self) -> list[Context]:
-        """Contexts of draft models that the next answer may use, by the last one's controller."""
-        models = [
-            each for each in self.state.models if each.drafter.info.reads_text and each.source not in self.state.failed
-        ]
-        return [each.context for each in models if self.last is None or self.last[1].may_use(each.source)]
-
     def close(self) -> None:
         """Free everything; safe to call twice."""
         self.encoder.close()
         state = self.state
         state.acceptance.save()
         self.storing.finish()
-        self.preparation.clear()
         self.prefix_cache.clear()
         for draft in state.models:
             self._close_draft(draft)
@@ -490,17 +430,25 @@ class ReadAhead:
         self._instead_of = self._pair.conversation if anew else None
         self._expected = tuple(tokens)
 
-    def __call__(self, stopped: Stopped) -> bool:
+    def steps(self, stopped: Stopped) -> Iterator[bool]:
+        while True:
+            yield self._read(stopped)
+
+    def _read(self, stopped: Stopped) -> bool:
         """One pass of one model; whether there is more to read."""
         pair = self._pair
-        expected = self._expected
-        present = pair.conversation
+        expected, present = self._expected, pair.conversation
         if expected and present is not self._instead_of and not _continues(expected, present):
             expected = self._expected = ()
         work: list[tuple[Context, Sequence[int], int]] = [(pair.context, expected, TARGET_PIECE)]
-        work += [(context, expected or pair.conversation, DRAFT_PIECE) for context in pair.useful_drafts()]
+        for draft in pair.state.models:  # those that the next answer may use, by the last one's controller
+            usable = draft.drafter.info.reads_text and draft.source not in pair.state.failed
+            if usable and (pair.last is None or pair.last[1].may_use(draft.source)):
+                work.append((draft.context, expected or present, DRAFT_PIECE))
         for context, text, piece in work:
-            readable = _readable(context, text)
+            n_vocab = context.model.n_vocab
+            readable = next((i for i, token in enumerate(text) if token >= n_vocab), len(text))
+            readable = min(readable, context.n_ctx - 1)
             if shared_prefix(context.tokens, text) >= readable:
                 continue
             if stopped():
@@ -519,10 +467,3 @@ class ReadAhead:
 def _continues(expected: Sequence[int], conversation: Sequence[int]) -> bool:
     """Whether a next turn could begin so: with nearly all of the conversation, whose end a template may change."""
     return shared_prefix(expected, conversation) >= len(conversation) - len(conversation) // 8 - 1
-
-
-def _readable(context: Context, text: Sequence[int]) -> int:
-    """Tokens that a model can read: up to its context, and to a token that it does not have."""
-    n_vocab = context.model.n_vocab
-    end = next((i for i, token in enumerate(text) if token >= n_vocab), len(text))
-    return min(end, context.n_ctx - 1)

@@ -243,10 +243,7 @@ class RoundStream(_Stream, Iterator[Round]):
         job.submit(job)
 
     def __next__(self) -> Round:
-        while (step := self._step()) is not None:
-            if isinstance(step, Round):
-                return step
-        raise StopIteration
+        return next(step for step in self.steps() if isinstance(step, Round))
 
     def steps(self) -> Iterator[Round | PromptProgress]:
         """The rounds, and before them how far the prompt is read, where that takes a while.
@@ -254,16 +251,10 @@ class RoundStream(_Stream, Iterator[Round]):
         >>> for step in llm.rounds(messages).steps():
         ...     print(step if isinstance(step, PromptProgress) else step.text)
         """
-        while (step := self._step()) is not None:
-            yield step
-
-    def _step(self) -> Round | PromptProgress | None:
-        item = self._job.wait_for(self._items)
-        if isinstance(item, Round | PromptProgress):
-            return item
+        while isinstance(item := self._job.wait_for(self._items), Round | PromptProgress):
+            yield item
         self._items.put(item)  # the end is still there when it is asked again
         self._job.reply()
-        return None
 
     @property
     def reply(self) -> Reply:
@@ -272,7 +263,7 @@ class RoundStream(_Stream, Iterator[Round]):
         Raises:
             LocalspecError: the request failed.
         """
-        while self._step() is not None:
+        for _ in self.steps():
             pass
         return self._job.reply()  # type: ignore[no-any-return] # what the job returned
 

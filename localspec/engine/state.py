@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,18 +27,6 @@ from localspec.spec_decode.drafters.base import Controller, Drafter, DrafterInfo
 from localspec.spec_decode.drafters.names import NGRAM
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 
-# Whether drafters go on while the target verifies: only where the two do not take each other's time.
-
-
-def are_apart(target: Model, draft: Model) -> bool:
-    """Whether one is on the CPU alone and the other on a GPU alone: two on one device only slow each other down.
-
-    RPC servers count as a GPU, those on this machine as its CPU (``ServerFacts.is_near``). The devices of a Mac read
-    their weights from one memory, which is what their passes wait for.
-    """
-    return {target.capabilities.device, draft.capabilities.device} == {"cpu", "gpu"} and sys.platform != "darwin"
-
-
 FULL_CONTEXTS = 2
 """A memory for several answers has room for so many that fill their context: most never do."""
 
@@ -58,37 +47,26 @@ class DraftMemory:
     batch: SequenceBatch | None = None
 
     @classmethod
-    def of_model(cls, model: Model, n_ctx: int, parallel: int, n_gpu_layers: int | None = None) -> DraftMemory:
+    def shared(cls, model: Model, n_ctx: int, parallel: int, n_gpu_layers: int | None) -> DraftMemory:
         """As much room as ``target_memory``; contexts of their own where the engine cannot share passes."""
-        if parallel == 1:
-            return cls([model.new_context(n_ctx)])
         n_cells = FULL_CONTEXTS * n_ctx
         try:
             ensure_batches(model, n_gpu_layers)
             batch = model.new_batch(n_sequences(parallel), n_cells, n_ctx=n_ctx)
         except (EngineMismatch, UnsupportedModel):
-            batch = SequencesInTurn(_several(lambda: model.new_context(n_ctx), n_sequences(parallel)), n_cells)
+            batch = SequencesInTurn(several(lambda: model.new_context(n_ctx), n_sequences(parallel)), n_cells)
         return cls([batch[i] for i in range(batch.n_sequences)], batch)
-
-    @classmethod
-    def of_head(cls, new_context: Callable[[], Context], parallel: int) -> DraftMemory:
-        return cls(_several(new_context, n_sequences(parallel)))
 
     def close(self) -> None:
         for each in self.contexts if self.batch is None else [self.batch]:
             each.close()
 
 
-def _several(new_context: Callable[[], Context], n: int) -> list[Context]:
-    made: list[Context] = []
-    try:
-        while len(made) < n:
-            made.append(new_context())
-    except BaseException:
-        for each in made:
-            each.close()
-        raise
-    return made
+def several(new_context: Callable[[], Context], n: int) -> list[Context]:
+    with ExitStack() as made:
+        contexts = [made.enter_context(new_context()) for _ in range(n)]
+        made.pop_all()
+    return contexts
 
 
 @dataclass(eq=False, slots=True)
@@ -96,12 +74,9 @@ class DraftModel:
     """A loaded draft model or head: what drafts by passes that take time.
 
     Attributes:
-        name: what people call it.
-        spec: what ``--draft`` calls it.
+        name: what people call it; ``spec``: what ``--draft`` calls it.
         path: its file, as it was asked for; ``model.path`` is another where a lighter copy of it drafts.
         times: the cost model of its passes, of the kind ``passes``.
-        free_weights: frees what it holds besides the context.
-        context: its memory; where several answers share passes, that of the first.
     """
 
     name: str
@@ -113,10 +88,11 @@ class DraftModel:
     drafter: Drafter
     passes: PassKind
     free_weights: Callable[[], None]
-    context: Context = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.context = self.memory.contexts[0]
+    @property
+    def context(self) -> Context:
+        """Its memory; where several answers share passes, that of the first."""
+        return self.memory.contexts[0]
 
     @property
     def source(self) -> str:
@@ -144,7 +120,7 @@ class DecodingState:
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
         drafting_ahead: drafts while the target verifies; None where that is not done.
         batch: the memory that the context is a sequence of, where several answers share passes.
-        failed: sources of drafters that have failed, and are not asked any more.
+        failed: sources of drafters that are not asked any more.
         names: source -> what people call the drafter.
     """
 
@@ -279,20 +255,17 @@ class DecodingState:
         """
         free = [each.clone(None) for each in self.free if sources is None or each.info.source in sources]
         chosen = [each for each in self.models if sources is None or each.source in sources]
-        made: list[Context] = []
+        with ExitStack() as made:
 
-        def context_like(context: Context, hidden: Sequence[str]) -> Context:
-            if own_contexts:
-                made.append(context.model.new_context(context.n_ctx, hidden=hidden, branches=context.can_branch))
-            return made[-1] if own_contexts else context
+            def context_like(context: Context, hidden: Sequence[str]) -> Context:
+                if not own_contexts:
+                    return context
+                like = context.model.new_context(context.n_ctx, hidden=hidden, branches=context.can_branch)
+                return made.enter_context(like)
 
-        try:
             context = context_like(self.context, taps_of([*free, *(each.drafter for each in chosen)]))
             models = [each.clone(context_like(each.context, each.context.hidden)) for each in chosen]
-        except BaseException:
-            for each in made:
-                each.close()
-            raise
+            made.pop_all()
         batch = None if own_contexts else self.batch
         learned = deepcopy(self.times), free, models, deepcopy(self.acceptance)
         return DecodingState(context, *learned, ahead_of(context.model, models), batch)
@@ -310,9 +283,16 @@ class DecodingState:
 
 
 def ahead_of(target: Model, drafts: Iterable[DraftModel]) -> DraftAhead | None:
-    """Drafts ahead of the verdict, where draft model and target are on devices of their own."""
-    apart = any(are_apart(target, draft.model) for draft in drafts if draft.drafter.info.reads_text)
-    return DraftAhead() if apart else None
+    """Drafts ahead of the verdict, where draft model and target do not take each other's time: one on the CPU alone,
+    the other on a GPU alone.
+
+    RPC servers count as a GPU, those on this machine as its CPU (``ServerFacts.is_near``). The devices of a Mac read
+    their weights from one memory, which is what their passes wait for.
+    """
+    devices = [
+        {target.capabilities.device, draft.model.capabilities.device} for draft in drafts if draft.drafter.info.reads_text
+    ]
+    return DraftAhead() if {"cpu", "gpu"} in devices and sys.platform != "darwin" else None
 
 
 def target_memory(

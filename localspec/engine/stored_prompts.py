@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from localspec.backends.trust import why_not_restored
 from localspec.engine import saved
 from localspec.engine.prefix_cache import PrefixCache, can_be_cut, usable
 from localspec.engine.saved import SavedContext, maker_of
-from localspec.engine.worker import Stopped
 from localspec.errors import LocalspecError, SessionFileError
 from localspec.model_files.gguf import GGUFFile
 from localspec.system.files import home, private_folder
@@ -255,11 +254,14 @@ MOST_TRIED = 256
 
 
 class StoringPrompts:
-    """A task of idle work: writes conversations that have grown, a step of some milliseconds at a time.
+    """Writes conversations that have grown, in idle time and at the end.
 
     Args:
         contexts: those of the pair that hold texts.
         failed: takes a line where nothing can be written; then nothing more is.
+
+    Attributes:
+        steps: each takes some milliseconds; it yields False while nothing is to be written.
     """
 
     def __init__(
@@ -270,42 +272,39 @@ class StoringPrompts:
         failed: Callable[[str], None],
     ) -> None:
         self._store, self._cache, self._contexts, self._failed = store, cache, contexts, failed
-        self._steps: Steps[None] | None = None
+        self._least = GROWTH
         self._tried: set[tuple[Context, int]] = set()  # conversations, which may not have been written
-
-    def __call__(self, stopped: Stopped) -> bool:
-        return self._step(GROWTH)
+        self.steps = self._writing()
 
     def finish(self) -> None:
         """Before the contexts are closed: write what was not written yet."""
-        while self._step(MIN_GAIN):
+        self._least = MIN_GAIN
+        while next(self.steps, False) is not False:
             pass
 
-    def _step(self, least: int) -> bool:
-        """Go on writing, or begin with a conversation that is ``least`` tokens longer than what is kept of it."""
-        if self._steps is None:
-            self._steps = self._next(least)
-        if self._steps is None:
-            return False
-        try:
-            next(self._steps)
-        except StopIteration:
-            self._steps = None
-        except SessionFileError as error:
-            self._steps, self._store.max_bytes = None, 0
-            self._failed(f"prompts are not kept on the disk any more: {error}")
-        except LocalspecError as error:  # of an engine, or a context that was closed meanwhile
-            self._steps = None
-            log.debug("a prompt is not kept on the disk: %s", error)
-        return True
+    def _writing(self) -> Iterator[bool | None]:
+        while True:
+            writing = self._next()
+            if writing is None:
+                yield False
+                continue
+            try:
+                yield from writing
+            except SessionFileError as error:
+                self._store.max_bytes = 0
+                self._failed(f"prompts are not kept on the disk any more: {error}")
+            except LocalspecError as error:  # of an engine, or a context that was closed meanwhile
+                log.debug("a prompt is not kept on the disk: %s", error)
+            yield None
 
-    def _next(self, least: int) -> Steps[None] | None:
+    def _next(self) -> Steps[None] | None:
+        """The writing of a conversation that is ``_least`` tokens longer than what is kept of it."""
         kept: list[tuple[Context, Sequence[int], ContextState | None]] = []
         kept += [(context, self._cache.held(context), None) for context in self._contexts()]
         kept += [(entry.context, entry.tokens, entry.state) for entry in self._cache.entries]
         for context, held, state in kept:
             tokens = list(held)
-            if self._store.growth(context, tokens) < least or (context, hash(tuple(tokens))) in self._tried:
+            if self._store.growth(context, tokens) < self._least or (context, hash(tuple(tokens))) in self._tried:
                 continue
             n_bytes = context.state_bytes if state is None else state.n_bytes
             if n_bytes <= min(self._store.max_bytes, MEMORY_SHARE * read_memory().available):

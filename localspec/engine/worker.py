@@ -35,18 +35,12 @@ from localspec.system.process import REFUSAL, answering, at_end, in_child
 Stopped = Callable[[], bool]
 """Whether a step has to end: a job waits, or the worker is closed. Cheap; also fit for ``Context.interrupted``."""
 
-IdleTask = Callable[[Stopped], bool]
-"""One step of idle work: at most one pass of a model, or a tenth of a second, as a request may wait for it.
+IdleTask = Callable[[Stopped], Iterator[bool | None]]
+"""Idle work in steps of at most one pass of a model, or a tenth of a second, as a request may wait for one.
 
-True: there is more to do now. False: nothing until there is new work, see ``IdleWork.renew``. ``Cancelled`` from a step
-that was stopped means that there is more to do. After any other exception the task is dropped.
+It yields after every step; False means that there is nothing to do until ``IdleWork.renew``. It is over at its end or
+after an exception. Where it is stopped and raises ``Cancelled``, it begins anew later.
 """
-
-PREPARATION = 10
-"""Priority of measuring and copying: what readies the next answer of a conversation goes before."""
-
-STORING = 5
-"""Priority of what spares reading after a restart."""
 
 log = logging.getLogger("localspec")
 
@@ -64,11 +58,13 @@ def on_mains() -> bool:
     return not on_battery()
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Entry:
     task: IdleTask
     priority: int
-    rests: bool = False
+    due: float
+    rests: bool
+    steps: Iterator[bool | None] | None = None
 
 
 class IdleWork:
@@ -85,11 +81,18 @@ class IdleWork:
         self._may, self._believed_until = True, 0.0
         self._not_before = 0.0
 
-    def add(self, task: IdleTask, priority: int = 0) -> None:
-        """Ask a task for steps whenever there is time; those of a lower priority go first, and to their end."""
+    def add(self, task: IdleTask, priority: int = 0, *, after: float = 0.0) -> None:
+        """Take steps of a task whenever there is time; those of a lower priority go first. The next ``renew`` that is
+        ``after`` so many seconds begins it."""
         if self._allowed is not None:
+            entry = _Entry(task, priority, time.monotonic() + after, rests=after > 0)
             with self._lock:
-                self._entries = sorted([*self._entries, _Entry(task, priority)], key=lambda entry: entry.priority)
+                self._entries = sorted([*self._entries, entry], key=lambda entry: entry.priority)
+
+    def drop(self, *priorities: int) -> None:
+        """Forget tasks; what they hold is freed with their generators."""
+        with self._lock:
+            self._entries = [entry for entry in self._entries if entry.priority not in priorities]
 
     def clear(self) -> None:
         with self._lock:
@@ -97,11 +100,12 @@ class IdleWork:
 
     def renew(self, *, after_job: bool = False) -> None:
         """Ask every task again, as there may be new work."""
+        now = time.monotonic()
         if after_job:
-            self._not_before = time.monotonic() + GRACE_S
+            self._not_before = now + GRACE_S
         with self._lock:
             for entry in self._entries:
-                entry.rests = False
+                entry.rests = entry.due > now
 
     def pause(self, *, others_answer: bool = False) -> tuple[float | None, bool]:
         """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now.
@@ -128,11 +132,13 @@ class IdleWork:
                 return
             entry.rests = True  # and not if there is new work meanwhile
         try:
-            more = entry.task(stopped)
+            entry.steps = entry.steps or entry.task(stopped)
+            more = next(entry.steps) is not False
         except BaseException as error:
-            more = isinstance(error, Cancelled) and stopped()
+            entry.steps, more = None, isinstance(error, Cancelled) and stopped()
             if not more:
-                log.debug("a task for idle time failed and is dropped", exc_info=error)
+                if not isinstance(error, StopIteration):
+                    log.debug("a task for idle time failed and is dropped", exc_info=error)
                 with self._lock:
                     self._entries = [each for each in self._entries if each is not entry]
         if more:
@@ -188,21 +194,18 @@ class Job(Future[Any]):
 
     Args:
         work: what to do, given the job; ``reply`` returns its result, or raises its exception.
+        deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
+            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
         abandoned: makes the reply of a job that never ran; None raises ``Cancelled``.
-        conversation, deadline, priority: see ``Asking.rounds``.
         request: what it is about, if it may share passes with others; None: it runs alone.
         submit: queues it, for a stream that reads what it gives.
         told_to_stop: what else stops it, besides its caller and its deadline; polled.
 
     Attributes:
         settle: is called with the job at its end, before it is delivered.
-        deliver: takes what the job gives, and at its end the job itself; called from the worker's thread, or from the
-            one that cancels. If it raises, the work is cancelled, and ``reply`` raises the same.
         ends_at: its deadline by ``time.monotonic``.
         started: when its turn came, by ``time.perf_counter``.
         refused: what ``deliver`` raised.
-        process: the process that queued it; in a child of that, no thread will run it.
-        thread: the one that will run it, once it is queued.
 
     Raises:
         UsageError: the deadline is not a positive number, the priority no whole one, or the conversation not hashable.
@@ -227,22 +230,19 @@ class Job(Future[Any]):
         except TypeError:
             kind = type(conversation).__name__
             raise UsageError(f"conversation must be hashable, such as a number or a text; a {kind} is not") from None
-        if deadline is not None:
-            seconds = as_float(deadline) if is_number(deadline) else math.nan
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise UsageError(f"the deadline must be a number of seconds over 0, not {shown(deadline)}")
-            deadline = seconds
+        if deadline is not None and not (is_number(deadline) and 0 < as_float(deadline) < math.inf):
+            raise UsageError(f"the deadline must be a number of seconds over 0, not {shown(deadline)}")
         self.priority = checked_whole("priority", priority, -MAX_COUNT, MAX_COUNT)
         self.request = request
         self.conversation: Hashable = self if conversation is None else conversation
         self.submitted = time.monotonic()
-        self.ends_at = None if deadline is None else self.submitted + deadline
+        self.ends_at = None if deadline is None else self.submitted + float(deadline)
         self.started = 0.0
         self.seconds_waited = 0.0
         self.cancelled_by: CancelledBy | None = None
         self.refused: BaseException | None = None
-        self.process = os.getpid()
-        self.thread: threading.Thread | None = None
+        self.process = os.getpid()  # in a child of which no thread will run it
+        self.thread: threading.Thread | None = None  # will run it, once it is queued
         self._work: Callable[[Job], Any] | None = work
         self.deliver, self.submit, self._abandoned, self._told_to_stop = deliver, submit, abandoned, told_to_stop
         self.settle: Callable[[Job], None] = lambda job: None
@@ -368,15 +368,13 @@ class FairQueue:
     Attributes:
         max_waiting: most conversations that may wait, besides those that are served; None is any number.
         at_once: how many are served at a time, see ``take``.
-        closed: why no more jobs are taken; None where they are.
-        thread: the one that takes jobs.
     """
 
     def __init__(self, max_waiting: int | None = None) -> None:
         self.max_waiting = max_waiting
         self.at_once = 1
-        self.closed: str | None = None
-        self.thread: threading.Thread | None = None
+        self.closed: str | None = None  # why no more jobs are taken
+        self.thread: threading.Thread | None = None  # takes the jobs
         self._conversations: dict[Hashable, deque[Job]] = {}
         self._served: set[Hashable] = set()  # the conversations whose jobs were given last, while they may be running
         self._changed = threading.Condition()
@@ -499,18 +497,16 @@ class Worker:
     It keeps no reference to what submits the jobs, so an owner that is dropped can be collected.
 
     Args:
-        max_waiting: see ``FairQueue``.
         idle: whether there may be idle work now; None is never.
 
     Attributes:
-        running: the jobs that run now.
         batch: runs a job that has a ``request``, and others that come meanwhile; None runs it alone.
         turns: those of rounds and of steps of idle work; may be replaced by one that several workers share.
     """
 
     def __init__(self, max_waiting: int | None = None, idle: Callable[[], bool] | None = None) -> None:
         self.queue = FairQueue(max_waiting)
-        self._idle = IdleWork(idle)
+        self.idle = IdleWork(idle)
         self.running: list[Job] = []
         self.batch: Callable[[Job], None] | None = None
         self.turns = Turns()
@@ -541,21 +537,19 @@ class Worker:
         job = Job(lambda job: function(), abandoned=closed, conversation=conversation, submit=submit)
         return job.outcome()  # type: ignore[no-any-return] # what the function returned
 
-    def when_idle(self, task: IdleTask, *, priority: int = 0) -> None:
-        self._idle.add(task, priority)
+    def when_idle(self, task: IdleTask, *, priority: int = 0, after: float = 0.0) -> None:
+        self.idle.add(task, priority, after=after)
         self.queue.wake()
 
     def idle_work_waits(self) -> None:
-        """Have tasks looked at again, as they may have new work; happens by itself after every job."""
-        self._idle.renew()
+        """Have tasks looked at again; happens by itself after every job."""
+        self.idle.renew()
         self.queue.wake()
 
     def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
         """End the thread after what waits is done, and then what is in ``last``.
 
-        Args:
-            cancel: stop the running job and drop those that wait.
-            wait: return only when the thread has ended; not from the thread itself.
+        ``cancel`` stops the running jobs and drops those that wait; ``wait``, for the thread's end, is of no use in it.
         """
         self._last = self._last or last
         self.queue.close()
@@ -568,7 +562,7 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            job = self.queue.get(lambda: self._idle.pause(others_answer=self.turns.n_answering > 0))
+            job = self.queue.get(lambda: self.idle.pause(others_answer=self.turns.n_answering > 0))
             if job is not None:
                 self.running.append(job)
                 with answering(self._home), self.turns.answering():
@@ -576,13 +570,13 @@ class Worker:
                     run(job)
                     self.running.clear()
                     del job  # at once: whoever waited for it may drop what it holds
-                self._idle.renew(after_job=True)
+                self.idle.renew(after_job=True)
             elif self.queue.ended:
                 break
             else:
                 with self.turns.one():
-                    self._idle.step(lambda: self.queue.is_urgent)
-        self._idle.clear()
+                    self.idle.step(lambda: self.queue.is_urgent)
+        self.idle.clear()
         with ExitStack() as ending:  # each of them, whatever another raises
             for last in reversed(self._last):
                 ending.callback(last)
@@ -591,15 +585,15 @@ class Worker:
         """In a forked child: refuse everything, and let nothing of it be freed."""
         self.queue = FairQueue()
         self.queue.close(REFUSAL)
-        self._idle = IdleWork(None)
         self.running = []
+        _RENOUNCED.append((self, self.idle))
+        self.idle = IdleWork(None)
         _WORKERS.discard(self)
-        _RENOUNCED.append(self)
 
 
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
-_RENOUNCED: list[Worker] = []
-"""Kept, because with a worker goes what it is to close at its end."""
+_RENOUNCED: list[object] = []
+"""Kept, because with a worker and its tasks goes what they close at their end."""
 
 
 def _end_all() -> None:

@@ -6,13 +6,13 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from localspec import LLM
 from localspec.engine import worker as worker_module
-from localspec.engine.worker import ASK_AGAIN_S, IdleWork, Job, Stopped, Worker, on_mains
+from localspec.engine.worker import ASK_AGAIN_S, IdleTask, IdleWork, Job, Stopped, Worker, on_mains
 from localspec.errors import Cancelled, EngineError
 from tests.conftest import TinyFiles
 from tests.support.waiting import Clock
@@ -27,12 +27,12 @@ def worker() -> Iterator[Worker]:
     worker.close(cancel=True)
 
 
-def steps(n: int, log: list[str], name: str = "step") -> Callable[[Stopped], bool]:
+def steps(n: int, log: list[str], name: str = "step") -> IdleTask:
 
-    def task(stopped: Stopped) -> bool:
-        if log.count(name) < n:
+    def task(stopped: Stopped) -> Iterator[None]:
+        for _ in range(n):
             log.append(name)
-        return log.count(name) < n
+            yield
 
     return task
 
@@ -44,13 +44,14 @@ class Holding:
         self.entered, self.left = threading.Event(), threading.Event()
         self.times = 0
 
-    def __call__(self, stopped: Stopped) -> bool:
+    def __call__(self, stopped: Stopped) -> Iterator[None]:
         self.times += 1
         self.entered.set()
         while not stopped():
             self.left.wait(0.001)
         self.left.set()
         raise Cancelled("stopped")
+        yield
 
 
 def test_priorities(worker: Worker) -> None:
@@ -92,11 +93,12 @@ def test_a_cancelled_job_takes_nothing_from_idle_work(worker: Worker) -> None:
 def test_tasks_are_asked_again_after_every_job_and_when_told(worker: Worker) -> None:
     asked: list[int] = []
 
-    def task(stopped: Stopped) -> bool:
-        asked.append(len(asked))
-        if len(asked) == 1:
-            worker.idle_work_waits()
-        return False
+    def task(stopped: Stopped) -> Iterator[bool]:
+        while True:
+            asked.append(len(asked))
+            if len(asked) == 1:
+                worker.idle_work_waits()
+            yield False
 
     worker.when_idle(task)
     assert worker.queue.wait_at_rest(SOON)
@@ -115,9 +117,10 @@ def test_a_task_that_fails_is_dropped_and_harms_nothing(
 ) -> None:
     asked: list[int] = []
 
-    def task(stopped: Stopped) -> bool:
+    def task(stopped: Stopped) -> Iterator[None]:
         asked.append(1)
         raise error
+        yield
 
     with caplog.at_level(logging.DEBUG, "localspec"):
         worker.when_idle(task)
@@ -154,6 +157,28 @@ def test_no_idle_work_without_leave() -> None:
         assert worker.queue.wait_at_rest(SOON)
         worker.close()
     assert log == []
+
+
+def test_work_that_was_dropped_frees_what_it_holds_and_work_that_is_not_due_waits() -> None:
+    idle, log = IdleWork(lambda: True), list[str]()
+
+    def holding(stopped: Stopped) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            log.append("freed")
+
+    idle.add(holding, 3)
+    idle.step(lambda: False)
+    idle.add(steps(2, log, "late"), 1, after=60.0)
+    idle.add(steps(2, log, "now"), 2)
+    idle.drop(3)
+    for _ in range(4):
+        idle.step(lambda: False)
+    idle.renew()
+    idle.step(lambda: False)
+    assert log == ["freed", "now", "now"]
+    assert idle.pause() == (None, True)
 
 
 @pytest.mark.parametrize(("told", "allowed"), [(True, False), (False, True), (None, True)])

@@ -19,8 +19,7 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.engine import loading as loading_module
 from localspec.engine import pair as pair_module
 from localspec.engine.options import LoadOptions
-from localspec.engine.pair import Preparation
-from localspec.errors import Cancelled, EngineError, LocalspecError
+from localspec.errors import LocalspecError
 from localspec.model_files.gguf import fingerprint
 from localspec.system.steps import Steps
 from tests.conftest import TinyFiles, open_backend
@@ -32,62 +31,6 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 
 def ik(path: Path, draft: Any = None, **options: Any) -> LLM:
     return LLM(path, draft, backend=open_backend("ik-llama").name, n_ctx=256, n_threads=1, **options)
-
-
-# The list of work.
-
-
-def counting(n: int, log: list[str], name: str) -> Any:
-    def work(stopped: Any) -> Steps[None]:
-        for _ in range(n):
-            log.append(name)
-            yield
-
-    return work
-
-
-def test_work_is_done_in_order_a_step_at_a_time_and_frees_what_it_holds_when_it_is_dropped() -> None:
-    work, log = Preparation(), list[str]()
-
-    def holding(stopped: Any) -> Steps[None]:
-        try:
-            yield
-        finally:
-            log.append("freed")
-
-    work.add("draft check", holding)
-    assert work(lambda: False)
-    work.add("draft copy", counting(2, log, "copy"))
-    work.add("target curve", counting(2, log, "curve"))
-    work.drop("draft check")
-    while work(lambda: False):
-        pass
-    assert log == ["freed", "curve", "curve", "copy", "copy"]
-    assert not work(lambda: False)
-
-
-def test_work_that_fails_leaves_the_rest_and_work_that_was_stopped_begins_again() -> None:
-    work, log = Preparation(), list[str]()
-
-    def failing(stopped: Any) -> Steps[None]:
-        yield
-        raise EngineError("no room")
-
-    def loading(stopped: Any) -> Steps[None]:
-        log.append("begun")
-        if stopped():
-            raise Cancelled("stopped")
-        yield
-
-    work.add("target curve", failing)
-    work.add("draft copy", loading)
-    assert work(lambda: False)
-    assert work(lambda: False)
-    with pytest.raises(Cancelled):
-        work(lambda: True)
-    while work(lambda: False):
-        pass
-    assert log == ["begun", "begun"]
 
 
 def test_a_load_measures_little_and_idle_time_finds_out_the_rest(
@@ -132,7 +75,7 @@ def test_without_idle_time_a_load_finds_out_everything(tiny: TinyFiles, isolated
         assert not llm.inspect().times.quick
         assert not llm.inspect().state.models[0].times.quick
         assert len(list((isolated_home / "drafts").iterdir())) == 1
-        assert not llm.inspect().preparation(lambda: False)
+        assert llm.inspect().worker.idle.pause() == (None, True)
 
 
 def test_answers_between_idle_steps_are_the_same(
@@ -270,8 +213,8 @@ def test_what_was_measured_beside_other_programs_is_measured_again_once_they_are
         assert llm.inspect().times.noisy
         assert not llm.inspect().times.quick
         monkeypatch.setattr(pair_module, "AGAIN_S", 0.0)
-        due = {item.kind: item for item in llm.inspect().preparation._items}
-        assert set(due) == {"target curve"}
+        due = {pair_module.ORDER[item.priority]: item for item in llm.inspect().worker.idle._entries}
+        assert set(due) == {"reading", "target curve"}
         busy[0] = 0.0
         assert llm.generate("the cat", GREEDY).stats["completion_tokens"] == 24
         assert llm.wait_idle(SOON)

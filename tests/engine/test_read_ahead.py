@@ -68,14 +68,14 @@ def test_no_step_reads_more_than_one_piece_and_none_once_a_request_waits(
         pair = llm.inspect()
         (draft,) = [context for context in pair.contexts if context is not pair.context]
         llm.generate("the cat sat on the mat and then " * 12, PARAMS)
-        task = ReadAhead(pair)
+        reading = ReadAhead(pair)
 
         def read() -> list[int]:
             draft.truncate(0)
             seen = watch_passes(draft, monkeypatch)
-            assert task(lambda: True)
+            assert next(reading.steps(lambda: True))
             assert not seen
-            while task(lambda: False):
+            while next(reading.steps(lambda: False)):
                 assert seen[-1] <= DRAFT_PIECE
             return seen
 

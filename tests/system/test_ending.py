@@ -101,7 +101,7 @@ from localspec import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], draft=None, backend=sys.argv[2], n_ctx=1024, n_threads=1)
 for _ in range(2000 if sys.argv[3] == "busy" else 0):  # until a measurement, which the answer interrupts, has begun
-    items = llm.inspect().preparation._items
+    items = llm.inspect().worker.idle._entries[1:]  # behind what reads ahead
     if not items or items[0].due > time.monotonic() or items[0].steps:
         break
     time.sleep(0.001)
@@ -115,7 +115,7 @@ if sys.argv[3] == "idle work":
             while not stopped():
                 context.decode([5] * 64, "none")
                 context.truncate(0)
-        return True
+        yield
 
     llm.inspect().worker.when_idle(task)
     started.wait()
