@@ -295,22 +295,16 @@ def to_text(session: Session) -> dict[str, Any]:
     }
 
 
-def from_text(llm: LLM, text: Mapping[str, Any], name: str) -> Session:
-    """A session of the text part of a file called ``name``. Raises ``SessionFileError`` if it is no conversation."""
+def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
+    """See ``LLM.load_session``."""
+    path = _file(path)
+    text, memories, damage = saved.read(path, memory=memory)
     try:
         messages = [dict(message) for message in text["messages"]]
         session = Session(llm, None, _params_from_json(text["params"]), messages)
         session.notes = dict(text.get("notes", {}))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise SessionFileError(f"{name} is damaged: its text is not a conversation") from None
-    return session
-
-
-def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
-    """See ``LLM.load_session``."""
-    path = _file(path)
-    text, memories, damage = saved.read(path, memory=memory)
-    session = from_text(llm, text, str(path))
+        raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
     if not memory:
         return session
     reason: str | None = damage or llm.run(
@@ -322,15 +316,12 @@ def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
 
 
 def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
+    """What differs from the defaults; JSON makes texts of the tokens of ``logit_bias``, and a list of ``stop``."""
     if params is None:
         return None
-    default, values = SamplingParams(), {name: getattr(params, name) for name in SAMPLING}
-    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-    if "logit_bias" in changed:
-        changed["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    if "stop" in changed:
-        changed["stop"] = list(params.stop)
-    return changed
+    default = SamplingParams()
+    values = {name: getattr(params, name) for name in SAMPLING}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:
@@ -448,12 +439,8 @@ class LLM(Asking[Prompt]):
 
     def _load(self, path: Path, draft: Sequence[str], options: LoadOptions, cancel: threading.Event) -> Pair:
         loaded: list[Pair] = []
-
-        def load() -> None:
-            loaded.append(Pair(path, draft, options, self._report(cancel), self._worker))
-
         try:
-            self._worker.call(load)
+            self._worker.call(lambda: loaded.append(Pair(path, draft, options, self._report(cancel), self._worker)))
             if cancel.is_set():
                 raise Cancelled(f"loading {path.name} was cancelled")
             return loaded[0]
@@ -801,11 +788,10 @@ class LLM(Asking[Prompt]):
         """
         if isinstance(messages, FillPrompt):
             self._pair.read_ahead.expect(messages.tokens[: messages.n_before], anew=True)
-            self._worker.idle_work_waits()
-            return
-        asked = ([*messages, {"role": "user", "content": text}] for text in ("a", "1"))
-        one, other = (self.encode(each, think=think) for each in asked)
-        self._pair.read_ahead.expect(one[: shared_prefix(one, other)])
+        else:
+            asked = ([*messages, {"role": "user", "content": text}] for text in ("a", "1"))
+            one, other = (self.encode(each, think=think) for each in asked)
+            self._pair.read_ahead.expect(one[: shared_prefix(one, other)])
         self._worker.idle_work_waits()
 
     # -- conversations -------------------------------------------------------------------------------------------
@@ -841,11 +827,7 @@ class LLM(Asking[Prompt]):
     @prefix_cache_bytes.setter
     def prefix_cache_bytes(self, value: int) -> None:
         bound = checked_whole("prefix_cache_bytes", value, 0)
-
-        def change(pair: Pair) -> None:
-            pair.prefix_cache.max_bytes = bound
-
-        self.run(change)
+        self.run(lambda pair: setattr(pair.prefix_cache, "max_bytes", bound))
 
     def cache_info(self) -> dict[str, int]:
         """The prefix cache: ``entries``, ``bytes``, ``max_bytes``, ``hits``, ``restored``

@@ -31,13 +31,6 @@ LONG_PROMPT = 256
 """Tokens to read from which on an answer says how far it is: a few seconds on a slow laptop."""
 
 
-def _prepare(pair: Pair) -> None:
-    """Have the target ready, after a device was lost too; ``EngineMismatch``: nothing is answered any more."""
-    if pair.refused is not None:
-        raise EngineMismatch(pair.refused)
-    pair.target.recover()
-
-
 class OpenAnswer:
     """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``reply``.
 
@@ -67,7 +60,9 @@ class OpenAnswer:
         overlaps: bool = False,
         on_prefilled: Callable[[int], None] = lambda n_cached: None,
     ) -> None:
-        _prepare(pair)
+        if pair.refused is not None:
+            raise EngineMismatch(pair.refused)
+        pair.target.recover()  # after a device was lost
         request: Request = job.request
         self._pair, self._job, self._request, self._shared = pair, job, request, shared
         (self._prompt, thinking), self._on_prefilled = asked, on_prefilled
@@ -298,7 +293,9 @@ def score(pair: Pair, tokens: Sequence[int], n_top: int, job: Job) -> list[Score
     if len(tokens) > pair.context.n_ctx:
         raise PromptTooLong(f"the text has {len(tokens)} tokens and the context holds {pair.context.n_ctx}")
     scored = [ScoredToken(tokens[0], pair.encoder.token_text(tokens[0]), None)]
-    _prepare(pair)
+    if pair.refused is not None:
+        raise EngineMismatch(pair.refused)
+    pair.target.recover()
     pair.prefix_cache.empty(pair.context)
     for start in range(0, len(tokens) - 1, SCORING_CHUNK):
         following = tokens[start + 1 : start + 1 + SCORING_CHUNK]

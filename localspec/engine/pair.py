@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,10 +21,10 @@ from localspec.engine.drafts import DraftMaker
 from localspec.engine.fit import MOST, ContextChoice, context_of, layers_for, open_memory
 from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
 from localspec.engine.options import LoadOptions
-from localspec.engine.prefix_cache import PassCounts, PrefixCache
+from localspec.engine.prefix_cache import PrefixCache
 from localspec.engine.request import DraftLength
 from localspec.engine.state import DecodingState, DraftModel
-from localspec.engine.stored_prompts import PromptStore, StoringPrompts
+from localspec.engine.stored_prompts import PromptStore
 from localspec.engine.worker import IdleTask, Stopped, Worker
 from localspec.errors import Cancelled, ContextFull, LocalspecError
 from localspec.model_files.gguf import fingerprint
@@ -187,7 +188,8 @@ class Pair:
         last: how far the last answer was asked to draft, and what decided that.
         encoder: makes prompts of messages and texts; its methods may be called from any thread.
         why_chains: why drafts do not branch; None where they may.
-        shared: what the rows of shared passes were for.
+        rows: of passes that answers shared: of next tokens (``own``), ``drafts`` and ``prompts``; ``passes``, and the
+            ``answers`` in each, added up.
         refused: why no more requests are answered, where the engine turned out to be wrong; else None.
     """
 
@@ -196,10 +198,17 @@ class Pair:
         self.worker = worker
         self.warnings: list[str] = Remarks()
         self.loader = Loader(options, self.warnings)
-        self.prompts = PromptStore(options.prompt_cache_bytes, options.n_gpu_layers, self._kind_of)
-        find = self.prompts.find if options.prompt_cache_bytes else None
-        self.prefix_cache = PrefixCache(options.prefix_cache_bytes, find)
-        self.shared = PassCounts()
+        self.prefix_cache = PrefixCache(options.prefix_cache_bytes)
+        self.prompts = PromptStore(
+            options.prompt_cache_bytes,
+            options.n_gpu_layers,
+            self.prefix_cache,
+            self._all_text_contexts,
+            self.warnings.append,
+        )
+        if options.prompt_cache_bytes:
+            self.prefix_cache.on_disk = self.prompts.find
+        self.rows = Counter[str]()
         self.refused: str | None = None
         self.conversation: Sequence[int] = ()
         self.last: tuple[DraftLength, Controller] | None = None
@@ -227,9 +236,8 @@ class Pair:
             undo.pop_all()
         self.read_ahead = ReadAhead(self)
         self.when_idle("reading", self.read_ahead.steps)
-        self.storing = StoringPrompts(self.prompts, self.prefix_cache, self._all_text_contexts, self.warnings.append)
         if options.prompt_cache_bytes:
-            self.when_idle("storing", lambda stopped: self.storing.steps)
+            self.when_idle("storing", lambda stopped: self.prompts.steps)
             if not self.target.capabilities.saves_state:
                 self.warnings.append(f"prompts are not kept on the disk: {self.target.engine} cannot save its memory")
         if options.idle:
@@ -255,12 +263,6 @@ class Pair:
     @property
     def _most_answers(self) -> int:
         return MOST if self.options.parallel == "auto" else int(self.options.parallel)
-
-    def _kind_of(self, context: Context) -> str:
-        """The kind of memory that a context is, see ``why_not_restored``."""
-        if self.prefix_cache.is_shared(context):
-            return "several"
-        return "branches" if context.can_branch and context.model.capabilities.trees_apart else "one"
 
     def _all_text_contexts(self) -> list[Context]:
         """Those of all answers that there may be at a time."""
@@ -381,7 +383,13 @@ class Pair:
         return self.state.controller(draft_length).explain()
 
     def parallel_info(self) -> dict[str, Any]:
-        return self.parallel.as_dict() | ({"passes": self.shared.as_dict()} if self.parallel.n > 1 else {})
+        """As ``/v1/localspec/stats`` says it."""
+        told, rows = self.parallel.as_dict(), self.rows
+        if self.parallel.n > 1:
+            mean = round(rows["answers"] / max(1, rows["passes"]), 3)
+            kinds = {"answers": rows["own"], "drafts": rows["drafts"], "prompts": rows["prompts"]}
+            told["passes"] = {"passes": rows["passes"], "mean_answers": mean, "rows": kinds}
+        return told
 
     def refuse(self, reason: str) -> None:
         self.refused = reason
@@ -392,7 +400,7 @@ class Pair:
         self.encoder.close()
         state = self.state
         state.acceptance.save()
-        self.storing.finish()
+        self.prompts.finish()
         self.prefix_cache.clear()
         for draft in state.models:
             self._close_draft(draft)

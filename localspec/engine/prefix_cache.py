@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from localspec.backends.base import Context, ContextState, SequenceBatch, shared_prefix
 from localspec.errors import EngineError, LocalspecError
@@ -41,27 +40,21 @@ class PrefixCache:
     Several contexts (target and drafts) share the bound [bytes], which holds at every moment: room is made before a
     state is copied, and one that is larger is not kept.
 
-    Args:
-        stored: looks on the disk for a conversation that has more of a prompt than so many tokens, and its state.
-
     Attributes:
+        on_disk: looks there for a conversation that has more of a prompt than so many tokens, and its state.
         hits, restored: how often a conversation was brought back from memory, and from the disk.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        stored: Callable[[Context, Sequence[int], int], tuple[Sequence[int], ContextState] | None] | None = None,
-    ) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.n_bytes = max_bytes, 0
-        self._stored = stored
-        self.restored = 0
+        self.on_disk: Callable[[Context, Sequence[int], int], tuple[Sequence[int], ContextState] | None]
+        self.on_disk = lambda context, prompt, n_known: None
         self._entries: list[CachedContext] = []
         self._drafted: dict[Context, list[int]] = {}
         self._open: dict[Context, Sequence[int]] = {}
         self._batches: dict[Context, tuple[SequenceBatch, int]] = {}
         self._clock = count()
-        self.hits = self.stored = self.evictions = 0
+        self.hits = self.restored = self.stored = self.evictions = 0
 
     @property
     def max_bytes(self) -> int:
@@ -111,41 +104,34 @@ class PrefixCache:
             return
         held = self.held(context)
         n_held = shared_prefix(held, prompt)
-        n_known = max([n_held, *(usable(entry.context, entry.tokens, prompt) for entry in self._of(context))])
-        found = self._stored(context, prompt, n_known) if self._stored is not None else None
-        if found is not None and self._take(context, *found):
-            return
-        if not self._max_bytes:
-            return
         best = max(self._of(context), key=lambda entry: usable(entry.context, entry.tokens, prompt), default=None)
-        if best is None or usable(best.context, best.tokens, prompt) < n_held + MIN_TOKENS:
+        n_best = 0 if best is None else usable(best.context, best.tokens, prompt)
+        found = self.on_disk(context, prompt, max(n_held, n_best))
+        if found is not None:
+            best = None
+        elif best is not None and n_best >= n_held + MIN_TOKENS:
+            best.used = next(self._clock)
+            found = best.tokens, best.state
+        else:
             if len(held) - n_held >= MIN_TOKENS:
                 self.put_aside(context)
             return
-        best.used = next(self._clock)
         self.put_aside(context)
-        if len(best.tokens) - usable(best.context, best.tokens, prompt) < MIN_TOKENS:
+        if best is not None and len(best.tokens) - n_best < MIN_TOKENS:
             self._remove(best)  # the context will hold it, and more
         try:
-            self.restore(context, best.tokens, best.state)
-        except EngineError:
-            self._remove(best)
-            return
-        self.hits += 1
-
-    def _take(self, context: Context, tokens: Sequence[int], state: ContextState) -> bool:
-        """Make a context hold what was found on the disk; False where that failed, and it holds less than before."""
-        self.put_aside(context)
-        try:
-            self.restore(context, tokens, state)
+            self.restore(context, *found)
         except LocalspecError:  # there is no room in a memory that others share, or the engine refuses it
-            return False
-        self.restored += 1
-        return True
+            if best is not None:
+                self._remove(best)
+        else:
+            self.restored, self.hits = self.restored + (best is None), self.hits + (best is not None)
 
-    def is_shared(self, context: Context) -> bool:
-        """Whether a context is one of several sequences of a memory."""
-        return context in self._batches
+    def kind_of(self, context: Context) -> str:
+        """The kind of memory that a context is, see ``why_not_restored``."""
+        if context in self._batches:  # one of several sequences
+            return "several"
+        return "branches" if context.can_branch and context.model.capabilities.trees_apart else "one"
 
     @property
     def entries(self) -> Sequence[CachedContext]:
@@ -179,8 +165,7 @@ class PrefixCache:
             if len(held) - usable(entry.context, entry.tokens, held) < MIN_TOKENS:
                 entry.used = next(self._clock)  # all but a few tokens of it are here already
                 return
-        n_bytes = context.state_bytes
-        if n_bytes > self._max_bytes:
+        if not self._max_bytes or (n_bytes := context.state_bytes) > self._max_bytes:
             return
         for entry in self._of(context):
             # What a longer one begins with need not be kept, unless a memory that cannot be cut would need just that.
@@ -251,8 +236,8 @@ class PrefixCache:
             self._drafted[other] = self._drafted.pop(context)
         for entry in self._of(context):
             entry.context = other
-        batch, _ = self._batches.get(context, (None, 0))
-        self._batches = {each: its for each, its in self._batches.items() if its[0] is not batch}
+        for each in self._alike(context):
+            self._batches.pop(each, None)
 
     def forget(self, context: Context) -> None:
         """Drop what belongs to a context that is to be closed, and to all sequences of its memory."""
@@ -305,30 +290,3 @@ def usable(context: Context, tokens: Sequence[int], prompt: Sequence[int]) -> in
 
 def can_be_cut(context: Context) -> bool:
     return context.model.capabilities.rollback == "exact"
-
-
-# What the rows of passes that answers shared were for.
-
-
-@dataclass(slots=True)
-class PassCounts:
-    """Rows of the target's passes: of answers' next tokens (``own``), draft tokens and prompts, in all."""
-
-    passes: int = 0
-    answers: int = 0
-    own: int = 0
-    drafts: int = 0
-    prompts: int = 0
-
-    def add(self, rows: int, *, decodes: bool) -> None:
-        self.answers += 1
-        if decodes:
-            self.own, self.drafts = self.own + 1, self.drafts + rows - 1
-        else:
-            self.prompts += rows
-
-    def as_dict(self) -> dict[str, Any]:
-        """As ``/v1/localspec/stats`` says it."""
-        mean = round(self.answers / self.passes, 3) if self.passes else 0.0
-        rows = {"answers": self.own, "drafts": self.drafts, "prompts": self.prompts}
-        return {"passes": self.passes, "mean_answers": mean, "rows": rows}

@@ -243,7 +243,10 @@ class RoundStream(_Stream, Iterator[Round]):
         job.submit(job)
 
     def __next__(self) -> Round:
-        return next(step for step in self.steps() if isinstance(step, Round))
+        for step in self.steps():
+            if isinstance(step, Round):
+                return step
+        raise StopIteration
 
     def steps(self) -> Iterator[Round | PromptProgress]:
         """The rounds, and before them how far the prompt is read, where that takes a while.

@@ -45,7 +45,7 @@ class Slot:
         asked: what ``Request.read`` returned.
         needs: tokens reserved for it, its prompt included.
         making: its answer, once it has begun.
-        sequence: of the memory, in which its answer is; None before it has begun.
+        sequence: of the memory, in which its answer is; -1 before it has begun.
         aside: what its sequence held, where that had to make room; else None.
         rows: what its next pass is over; None between ``commit`` and ``propose``.
         n_fed: of the pass's tokens, how many it has had already.
@@ -56,8 +56,8 @@ class Slot:
     job: Job
     asked: tuple[list[int], ThinkingReader | None]
     needs: int
-    making: OpenAnswer = field(init=False)
-    sequence: int | None = None
+    making: OpenAnswer = None  # type: ignore[assignment]
+    sequence: int = -1
     aside: ContextState | list[int] | None = None
     rows: TargetPass | None = None
     n_fed: int = 0
@@ -70,19 +70,14 @@ class Slot:
         return -self.job.priority, self.job.started
 
     @property
-    def at(self) -> int:
-        assert self.sequence is not None
-        return self.sequence
-
-    @property
     def is_there(self) -> bool:
         """Whether its answer is in the memory; else it waits for room."""
-        return self.sequence is not None and self.aside is None
+        return self.making is not None and self.aside is None
 
     @property
     def n_tokens(self) -> int:
         """Tokens that it begins, or goes on, with."""
-        if self.sequence is None:
+        if self.making is None:
             return len(self.asked[0])
         return len(self.aside.tokens if isinstance(self.aside, ContextState) else self.aside or ())
 
@@ -166,13 +161,9 @@ class SharedMemory:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def needs(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        """Tokens to reserve for an answer, its prompt included."""
-        return min(self.batch.n_ctx, len(prompt) + min(max_tokens or RESERVED, RESERVED) + SLACK)
-
     def preempt(self, one: Slot, there: Sequence[Slot]) -> list[Slot] | None:
         """Which answers of lower priority to put aside so that another can go on; None where it has to wait."""
-        if one.sequence is None and not self.has_free:
+        if one.making is None and not self.has_free:
             return None
         lower = sorted((slot for slot in there if slot.job.priority < one.job.priority), key=lambda slot: slot.rank)
         staying = list(there)
@@ -188,16 +179,16 @@ class SharedMemory:
         n = one.n_tokens  # more is reserved than before for an answer that has outgrown it
         n = one.needs if one.needs >= n + SLACK else min(n + RESERVED, self.batch.n_ctx)
         growth = sum(max(each.needs - self.held(each), SLACK) for each in there)
-        sequences, cells = [each.at for each in there], self.batch.cells
+        sequences, cells = [each.sequence for each in there], self.batch.cells
         if cells.n_held(sequences) + growth + n <= self.batch.n_cells:
             return True
         prompt = one.asked[0]
-        best = self.batch[self._best_for(prompt)] if one.sequence is None else None
+        best = self.batch[self._best_for(prompt)] if one.making is None else None
         shared = None if best is None else self._cache.shareable(best, prompt)
         return shared is not None and (cells.n_held(sequences, *shared) + growth + n - shared[1] <= self.batch.n_cells)
 
     def held(self, slot: Slot) -> int:
-        return self.batch[slot.at].n_past
+        return self.batch[slot.sequence].n_past
 
     def make_room_for(self, prompt: Sequence[int], sequence: int) -> None:
         """Have room for a prompt in the sequence taken for it; what it can begin with stays, if it can."""
@@ -246,7 +237,7 @@ class SharedMemory:
             self._cache.empty(memory[i])
 
     def put_aside(self, slot: Slot) -> None:
-        context = self.batch[slot.at]
+        context = self.batch[slot.sequence]
         slot.aside = list(context.tokens)
         if context.model.capabilities.saves_state:
             with suppress(EngineError, MemoryError):  # then it is read again
@@ -257,7 +248,7 @@ class SharedMemory:
         """Have an answer where it was before it was put aside; False where there is no room. ``LocalspecError``."""
         if not self.make_room(slot.n_tokens + SLACK):
             return False
-        state, slot.aside, context = slot.aside, None, self.batch[slot.at]
+        state, slot.aside, context = slot.aside, None, self.batch[slot.sequence]
         if isinstance(state, ContextState):
             context.import_state(state)
         elif state:
@@ -280,7 +271,6 @@ class Scheduler:
         self._queue, self._running = pair.worker.queue, pair.worker.running
         self._slots: list[Slot] = []
         self._memory = SharedMemory(pair)
-        self._n_passes = 0
 
     def run(self, job: Job) -> None:
         """Answer a request, and those that come meanwhile, until none is left or the next has to run alone."""
@@ -313,8 +303,10 @@ class Scheduler:
             self._running.append(job)
         try:
             if job.start():
-                asked = job.request.read(self._pair.state.context.n_ctx)
-                self._slots.append(Slot(job, asked, self._memory.needs(asked[0], job.request.params.max_tokens)))
+                n_ctx = self._pair.context.n_ctx
+                asked = job.request.read(n_ctx)
+                answer = min(job.request.params.max_tokens or RESERVED, RESERVED)
+                self._slots.append(Slot(job, asked, min(n_ctx, len(asked[0]) + answer + SLACK)))
             else:
                 self._end(job, None)  # cancelled, or too late
         except BaseException as error:
@@ -328,7 +320,7 @@ class Scheduler:
                 return
             for slot in way:
                 self._memory.put_aside(slot)
-            if first.sequence is None:
+            if first.making is None:
                 self._begin(first)
                 continue
             try:
@@ -351,24 +343,17 @@ class Scheduler:
             self._prepare(job)
 
     def _begin(self, slot: Slot) -> None:
-        job, memory, prompt = slot.job, self._memory, slot.asked[0]
-        sequence = memory.take(prompt)
+        memory, prompt = self._memory, slot.asked[0]
+        slot.sequence = memory.take(prompt)
         self._slots.remove(slot)
+        self._slots.append(slot)  # they take their turns in the order in which they began
         try:
-            memory.make_room_for(prompt, sequence)
-            state, shared = memory.state_of(sequence), ShareOfPass(memory.passes)
-            slot.making = OpenAnswer(self._pair, state, job, slot.asked, shared=shared)
-            try:
-                memory.put_idle_aside()  # not before: the answer may begin with what one of them holds
-            except BaseException:
-                slot.making.close()
-                raise
+            memory.make_room_for(prompt, slot.sequence)
+            state, shared = memory.state_of(slot.sequence), ShareOfPass(memory.passes)
+            slot.making = OpenAnswer(self._pair, state, slot.job, slot.asked, shared=shared)
+            memory.put_idle_aside()  # not before: the answer may begin with what one of them holds
         except BaseException as error:
-            memory.leave(sequence)
-            self._end(job, error)
-        else:
-            slot.sequence = sequence
-            self._slots.append(slot)
+            self._leave(slot, error)
 
     def _finish(self, slot: Slot) -> None:
         try:
@@ -381,8 +366,9 @@ class Scheduler:
 
     def _leave(self, slot: Slot, result: Reply | BaseException) -> None:
         self._slots.remove(slot)
-        if slot.sequence is not None:
+        if slot.making is not None:
             slot.making.close()
+        if slot.sequence >= 0:
             self._memory.leave(slot.sequence)
         self._end(slot.job, result)
 
@@ -394,7 +380,7 @@ class Scheduler:
 
     def _drop_cancelled(self) -> None:
         for slot in [slot for slot in self._slots if slot.job.stopped()]:
-            if slot.sequence is None:
+            if slot.making is None:
                 self._leave(slot, never_ran(self._pair, slot.job))
             else:
                 self._finish(slot)
@@ -450,11 +436,13 @@ class Scheduler:
     def _decode(self, pieces: Sequence[tuple[Slot, Piece]]) -> Sequence[Forward | Exception]:
         if not pieces:
             return []
-        self._n_passes += 1
-        self._pair.shared.passes += 1
+        counts = self._pair.rows
+        counts["passes"] += 1
         for slot, piece in pieces:
-            slot.served = self._n_passes
-            self._pair.shared.add(len(piece.tokens), decodes=slot.decodes)
+            slot.served = counts["passes"]
+            counts["answers"] += 1
+            counts["own"] += slot.decodes
+            counts["drafts" if slot.decodes else "prompts"] += len(piece.tokens) - slot.decodes
         started = time.perf_counter()
         try:
             returned: Sequence[Forward | Exception] = self._memory.batch.decode([piece for _, piece in pieces])
@@ -484,13 +472,13 @@ class Scheduler:
             rows, start = slot.next_pass, slot.n_fed
             tokens = rows.tokens[start : start + length]
             is_end = start + len(tokens) == len(rows.tokens)
-            pieces.append((slot, Piece(slot.at, tokens, rows.logits if is_end else "none")))
+            pieces.append((slot, Piece(slot.sequence, tokens, rows.logits if is_end else "none")))
         n_other = sum(len(piece.tokens) for _, piece in pieces)
         n_other += sum(slot.next_pass.n_needed - 1 for slot in decoding)
         lengths = passes.share([slot.reaches for slot in decoding], n_other)
         for slot, length in zip(decoding, lengths, strict=False):
             tokens = slot.next_pass.tokens[: slot.next_pass.n_needed + length]
-            pieces.append((slot, Piece(slot.at, tokens)))
+            pieces.append((slot, Piece(slot.sequence, tokens)))
         return pieces
 
     def _alone(self, piece: Piece) -> Forward | Exception:

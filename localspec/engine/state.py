@@ -158,7 +158,8 @@ class DecodingState:
 
     @property
     def usable(self) -> list[Drafter]:
-        return [each for each in self.drafters if each.info.source not in self.failed]
+        drafters = [*self.free, *(draft.drafter for draft in self.models)]
+        return [each for each in drafters if each.info.source not in self.failed]
 
     @property
     def draft_names(self) -> list[str]:
@@ -290,7 +291,9 @@ def ahead_of(target: Model, drafts: Iterable[DraftModel]) -> DraftAhead | None:
     their weights from one memory, which is what their passes wait for.
     """
     devices = [
-        {target.capabilities.device, draft.model.capabilities.device} for draft in drafts if draft.drafter.info.reads_text
+        {target.capabilities.device, draft.model.capabilities.device}
+        for draft in drafts
+        if draft.drafter.info.reads_text
     ]
     return DraftAhead() if {"cpu", "gpu"} in devices and sys.platform != "darwin" else None
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -43,6 +42,8 @@ GROWTH = 512
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free, what a copy that is to be written may take."""
+
+MOST_TRIED = 256
 
 Conversation = tuple[Sequence[int], ContextState]
 """What a context stands for, and what it held of it."""
@@ -78,9 +79,9 @@ class StoredPrompt:
     used: float
 
 
-def stored_prompts(among: Callable[[str], bool] = lambda name: True) -> list[StoredPrompt]:
-    """The readable files whose name fits, last used first."""
-    found = [prompt for path in _files() if among(path.name) and (prompt := _header(path)) is not None]
+def stored_prompts() -> list[StoredPrompt]:
+    """The readable files, last used first."""
+    found = [prompt for path in _files() if (prompt := _header(path)) is not None]
     return sorted(found, key=lambda prompt: prompt.used, reverse=True)
 
 
@@ -115,19 +116,35 @@ def _delete(path: Path) -> bool:
 
 
 class PromptStore:
-    """The files that the contexts of one pair can use. For the worker's thread.
+    """The files that the contexts of one pair can use, for the worker's thread; writes conversations that have grown,
+    in idle time and at the end.
 
     Args:
         max_bytes: of all files of the folder, other models' too; 0 keeps none, and looks for none.
         n_gpu_layers: as asked for.
-        kind_of: kind of memory that a context is, see ``why_not_restored``.
+        cache: what the contexts stand for, and what else is in memory.
+        contexts: those of the pair that hold texts.
+        failed: takes a line where nothing can be written; then nothing more is.
+
+    Attributes:
+        steps: write, each for some milliseconds; yield False while there is nothing to write.
     """
 
-    def __init__(self, max_bytes: int, n_gpu_layers: int | None, kind_of: Callable[[Context], str]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        n_gpu_layers: int | None,
+        cache: PrefixCache,
+        contexts: Callable[[], Sequence[Context]],
+        failed: Callable[[str], None],
+    ) -> None:
         self.max_bytes = max_bytes
-        self._n_gpu_layers, self._kind_of = n_gpu_layers, kind_of
+        self._n_gpu_layers, self._cache, self._contexts, self._failed = n_gpu_layers, cache, contexts, failed
         self._makers: WeakKeyDictionary[Model, dict[str, str]] = WeakKeyDictionary()
         self._headers: dict[str, StoredPrompt] = {}
+        self._least = GROWTH
+        self._tried: set[tuple[Context, int]] = set()  # conversations, which may not have been written
+        self.steps = self._writing()
 
     def know(self, model: Model) -> None:
         """Note what a model is made of while its file is the one that was loaded."""
@@ -138,7 +155,7 @@ class PromptStore:
     def maker(self, context: Context) -> dict[str, str]:
         """What a file has to be made by to be used in a context."""
         self.know(context.model)
-        maker = self._makers[context.model] | {"memory": self._kind_of(context)}
+        maker = self._makers[context.model] | {"memory": self._cache.kind_of(context)}
         with suppress(LocalspecError, OSError), GGUFFile(context.model.path) as file:
             if LONG_ROPE in file.tensors:
                 maker["n_ctx"] = str(context.n_ctx)
@@ -165,23 +182,19 @@ class PromptStore:
                 return memory.tokens, memory.state
         return None
 
-    def growth(self, context: Context, tokens: Sequence[int]) -> int:
+    def _growth(self, context: Context, tokens: Sequence[int]) -> int:
         """Tokens by which a conversation is longer than what is kept of it; 0 where it is not to be kept."""
         if not self.max_bytes or len(tokens) < MIN_STORED or not context.model.capabilities.saves_state:
             return 0
         kept = max((usable(context, stored.tokens, tokens) for stored in self._of(self.maker(context))), default=0)
         return len(tokens) - kept
 
-    def storing(self, context: Context, state: Callable[[], Conversation | None]) -> Steps[None]:
-        """Write a state, which is copied out once there is nothing against it.
-
-        Raises:
-            SessionFileError: it cannot be written.
-        """
+    def _storing(self, context: Context, tokens: Sequence[int], state: ContextState | None) -> Steps[None]:
+        """Write a state; None: what a context holds then. ``SessionFileError``: it cannot be written."""
         if self._why_not(context) is not None:
             return
         yield
-        found = state()
+        found = self._copied(context, tokens) if state is None else (tokens, state)
         if found is None or len(found[0]) < MIN_STORED:
             return
         tokens, copied = found
@@ -200,7 +213,7 @@ class PromptStore:
                 _delete(stored.path)
 
     def _why_not(self, context: Context) -> str | None:
-        return why_not_restored(context.model, self._kind_of(context), self._n_gpu_layers)
+        return why_not_restored(context.model, self._cache.kind_of(context), self._n_gpu_layers)
 
     def _of(self, maker: Mapping[str, str]) -> list[StoredPrompt]:
         """The files of a maker; a header is read once."""
@@ -245,36 +258,7 @@ class PromptStore:
             if path not in replaced and _delete(path):
                 total -= size
 
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-MOST_TRIED = 256
-
-
-class StoringPrompts:
-    """Writes conversations that have grown, in idle time and at the end.
-
-    Args:
-        contexts: those of the pair that hold texts.
-        failed: takes a line where nothing can be written; then nothing more is.
-
-    Attributes:
-        steps: each takes some milliseconds; it yields False while nothing is to be written.
-    """
-
-    def __init__(
-        self,
-        store: PromptStore,
-        cache: PrefixCache,
-        contexts: Callable[[], Sequence[Context]],
-        failed: Callable[[str], None],
-    ) -> None:
-        self._store, self._cache, self._contexts, self._failed = store, cache, contexts, failed
-        self._least = GROWTH
-        self._tried: set[tuple[Context, int]] = set()  # conversations, which may not have been written
-        self.steps = self._writing()
+    # -- idle time -------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Before the contexts are closed: write what was not written yet."""
@@ -291,7 +275,7 @@ class StoringPrompts:
             try:
                 yield from writing
             except SessionFileError as error:
-                self._store.max_bytes = 0
+                self.max_bytes = 0
                 self._failed(f"prompts are not kept on the disk any more: {error}")
             except LocalspecError as error:  # of an engine, or a context that was closed meanwhile
                 log.debug("a prompt is not kept on the disk: %s", error)
@@ -304,19 +288,21 @@ class StoringPrompts:
         kept += [(entry.context, entry.tokens, entry.state) for entry in self._cache.entries]
         for context, held, state in kept:
             tokens = list(held)
-            if self._store.growth(context, tokens) < self._least or (context, hash(tuple(tokens))) in self._tried:
+            if self._growth(context, tokens) < self._least or (context, hash(tuple(tokens))) in self._tried:
                 continue
             n_bytes = context.state_bytes if state is None else state.n_bytes
-            if n_bytes <= min(self._store.max_bytes, MEMORY_SHARE * read_memory().available):
+            if n_bytes <= min(self.max_bytes, MEMORY_SHARE * read_memory().available):
                 self._tried = {*(self._tried if len(self._tried) < MOST_TRIED else ()), (context, hash(tuple(tokens)))}
-                return self._store.storing(context, partial(self._copied, context, tokens, state))
+                return self._storing(context, tokens, state)
         return None
 
-    def _copied(self, context: Context, tokens: Sequence[int], state: ContextState | None) -> Conversation | None:
-        if state is not None:
-            return tokens, state
+    def _copied(self, context: Context, tokens: Sequence[int]) -> Conversation | None:
         if list(self._cache.held(context)) != tokens:
             return None  # a request came in between; the next look finds what there is then
         with suppress(MemoryError):
             return self._cache.export(context, tokens)
         return None
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
