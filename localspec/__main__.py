@@ -33,11 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line.
-
-    Returns:
-        The exit status. Errors have been reported in one line on standard error.
-    """
+    """Run the command line; its exit status. Errors have been reported in one line on standard error."""
     try:
         prepare_streams()
         from localspec.commands.cli import parse
@@ -45,7 +41,10 @@ def run(argv: Sequence[str]) -> int:
         command = parse(argv)
         return _fail(command, BAD_USAGE) if isinstance(command, str) else command()
     except KeyboardInterrupt:
-        return _interrupted()
+        start = "\n" if sys.stderr.isatty() else ""  # the terminal has just printed ^C
+        with suppress(OSError):
+            print(f"{start}localspec: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else BAD_USAGE
     except Exception as error:
@@ -104,13 +103,6 @@ def _fail(message: str, status: int) -> int:
     with suppress(OSError):  # the exit status says it
         print(*rows, sep="\n", file=sys.stderr)
     return status
-
-
-def _interrupted() -> int:
-    start = "\n" if sys.stderr.isatty() else ""  # the terminal has just printed ^C
-    with suppress(OSError):
-        print(f"{start}localspec: interrupted", file=sys.stderr)
-    return INTERRUPTED
 
 
 if __name__ == "__main__":

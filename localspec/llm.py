@@ -287,10 +287,13 @@ def _file(path: str | Path) -> Path:
 
 
 def to_text(session: Session) -> dict[str, Any]:
+    """The text part of a session's file; of its parameters what differs from the defaults."""
+    params, default = session.params or SamplingParams(), SamplingParams()
+    changed = {name: getattr(params, name) for name in SAMPLING if getattr(params, name) != getattr(default, name)}
     return {
         "model": printable(session._llm.model_name),
         "messages": [dict(message) for message in session.messages],
-        "params": _params_as_json(session.params),
+        "params": None if session.params is None else changed,
         "notes": session.notes,
     }
 
@@ -301,7 +304,11 @@ def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
     text, memories, damage = saved.read(path, memory=memory)
     try:
         messages = [dict(message) for message in text["messages"]]
-        session = Session(llm, None, _params_from_json(text["params"]), messages)
+        values, params = text["params"], None
+        if values is not None:
+            bias = {int(token): float(value) for token, value in values.get("logit_bias", {}).items()}
+            params = SamplingParams(**(values | {"logit_bias": bias}))
+        session = Session(llm, None, params, messages)
         session.notes = dict(text.get("notes", {}))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise SessionFileError(f"{path} is damaged: its text is not a conversation") from None
@@ -315,21 +322,12 @@ def load(llm: LLM, path: str | Path, *, memory: bool = True) -> Session:
     return session
 
 
-def _params_as_json(params: SamplingParams | None) -> dict[str, Any] | None:
-    """What differs from the defaults; JSON makes texts of the tokens of ``logit_bias``, and a list of ``stop``."""
-    if params is None:
-        return None
-    default = SamplingParams()
-    values = {name: getattr(params, name) for name in SAMPLING}
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
+class FillOptions(RequestOptions, total=False):
+    """The keywords of ``LLM.fill``, which explains them."""
 
-
-def _params_from_json(values: dict[str, Any] | None) -> SamplingParams | None:
-    if values is None:
-        return None
-    if "logit_bias" in values:
-        values["logit_bias"] = {int(token): float(bias) for token, bias in values["logit_bias"].items()}
-    return replace(SamplingParams(), **values)
+    context_files: ContextFiles
+    name: str | None
+    single_line: bool
 
 
 class LLM(Asking[Prompt]):
@@ -577,15 +575,7 @@ class LLM(Asking[Prompt]):
         return await AsyncRoundStream(self.job(text, params, **options)).reply()
 
     def fill(
-        self,
-        prefix: str,
-        suffix: str = "",
-        params: SamplingParams | None = None,
-        *,
-        context_files: ContextFiles = (),
-        name: str | None = None,
-        single_line: bool = False,
-        **options: Unpack[RequestOptions],
+        self, prefix: str, suffix: str = "", params: SamplingParams | None = None, **options: Unpack[FillOptions]
     ) -> Reply:
         """Fill in what stands between two texts: completion at a cursor, for models with fill-in-the-middle tokens.
 
@@ -604,35 +594,20 @@ class LLM(Asking[Prompt]):
             UsageError: the model has no fill-in-the-middle tokens, or there is no text at all.
             QueueFull, Closed: as in ``rounds``.
         """
-        reply: Reply = self._filling(prefix, suffix, params, context_files, name, single_line, options).outcome()
+        reply: Reply = self._filling(prefix, suffix, params, options).outcome()
         return reply
 
     async def afill(
-        self,
-        prefix: str,
-        suffix: str = "",
-        params: SamplingParams | None = None,
-        *,
-        context_files: ContextFiles = (),
-        name: str | None = None,
-        single_line: bool = False,
-        **options: Unpack[RequestOptions],
+        self, prefix: str, suffix: str = "", params: SamplingParams | None = None, **options: Unpack[FillOptions]
     ) -> Reply:
         """As ``fill``, for asyncio; cancelling the task stops the engine."""
-        job = self._filling(prefix, suffix, params, context_files, name, single_line, options)
-        return await AsyncRoundStream(job).reply()
+        return await AsyncRoundStream(self._filling(prefix, suffix, params, options)).reply()
 
-    def _filling(
-        self,
-        prefix: str,
-        suffix: str,
-        params: SamplingParams | None,
-        files: ContextFiles,
-        name: str | None,
-        single_line: bool,
-        options: RequestOptions,
-    ) -> Job:
-        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, options)
+    def _filling(self, prefix: str, suffix: str, params: SamplingParams | None, options: FillOptions) -> Job:
+        asked: dict[str, Any] = dict(options)
+        files, name = asked.pop("context_files", ()), asked.pop("name", None)
+        single_line = asked.pop("single_line", False)
+        params, rest = split_options(SamplingParams(max_tokens=FILL_TOKENS) if params is None else params, asked)
         if single_line:
             params = replace(params, stop=[*params.stop, "\n"])
         prompt = self.fill_prompt(prefix, suffix, files, name=name, max_tokens=params.max_tokens)

@@ -35,7 +35,8 @@ class OpenAnswer:
     """An answer that is being made: ``propose``, a pass of the target, ``commit``, again and again; then ``reply``.
 
     Until ``close`` target and drafters hold its conversation; after it, whatever happened, every context holds what its
-    ``tokens`` says. ``Cancelled`` from any of the three ends the answer early.
+    ``tokens`` says. ``Cancelled`` from any of the three ends the answer early; after another error the pair is ready
+    for the next one.
 
     Args:
         job: has the request; is given every round, and how far a long prompt is read: before them, by draft models
@@ -44,9 +45,6 @@ class OpenAnswer:
         shared: what its share of a pass costs; None: it has passes of its own.
         overlaps: whether rounds may be handed on within the next pass, see ``RoundOverlap``.
         on_prefilled: gets the number of cached prompt tokens, once the prompt is read.
-
-    Raises:
-        LocalspecError: it cannot be begun; the pair is ready for the next one.
     """
 
     def __init__(
@@ -245,13 +243,13 @@ def rounds(
 ) -> Iterator[Round]:
     """Prefill and decode with all drafters; see ``OpenAnswer``."""
     made: list[Round] = []
-
-    def keep(step: Round | PromptProgress) -> None:
-        if isinstance(step, Round):
-            made.append(step)
-
     request = Request(pair.encoder, prompt, params, draft_length)
-    job = Job(lambda job: None, keep, request=request, told_to_stop=cancelled)
+    job = Job(
+        lambda job: None,
+        lambda step: made.append(step) if isinstance(step, Round) else None,
+        request=request,
+        told_to_stop=cancelled,
+    )
     answer = OpenAnswer(pair, pair.state, job, (list(prompt), None), on_prefilled=on_prefilled)
     with closing(answer), suppress(Cancelled):
         while (rows := answer.propose()) is not None:
@@ -281,13 +279,8 @@ def answer(pair: Pair, job: Job) -> Reply:
 
 
 def score(pair: Pair, tokens: Sequence[int], n_top: int, job: Job) -> list[ScoredToken]:
-    """How probable the target finds each token after those before it.
-
-    Raises:
-        UsageError: there are no tokens.
-        PromptTooLong: there are more than the context holds.
-        Cancelled: by the caller or the deadline.
-    """
+    """How probable the target finds each token after those before it. ``UsageError``: there are none, or more than the
+    context holds."""
     if not tokens:
         raise UsageError("there is no text to score")
     if len(tokens) > pair.context.n_ctx:

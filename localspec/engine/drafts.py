@@ -70,13 +70,6 @@ def found_drafts(target: Model, warn: Callable[[str], None] = lambda line: None)
         yield str(draft)
 
 
-def _tokens_for_one(target: Model, draft: Model) -> float:
-    """How many tokens of a draft model stand for one of the target's, in ordinary questions; at least one."""
-    text = "\n".join(turn for question in own_questions("tuning") for turn in question.turns)
-    n_its, n_mine = (len(model.tokenize(text, add_special=False)) for model in (draft, target))
-    return max(1.0, n_its / max(1, n_mine))
-
-
 def _source_of(name: str, warn: Callable[[str], None]) -> tuple[DraftSource | None, str]:
     """The kind of drafter that a name stands for, None for a draft model; and its argument, or the path of its file."""
     kind, _, rest = name.partition(":")
@@ -87,14 +80,6 @@ def _source_of(name: str, warn: Callable[[str], None]) -> tuple[DraftSource | No
         path = Catalog.load().resolve(name)
         return next((each for each in draft_sources(warn) if each.takes(path)), None), str(path)
     return source, rest
-
-
-def _mask_of(name: str, path: Path) -> int | None:
-    """The mask token of a draft model that fills in masks, by its name for ``--draft`` or its file; else None."""
-    kind, _, rest = name.partition(":")
-    if kind != PARD:
-        return mask_token(path)
-    return mask_token(path, named=True, token=file_and_mask(rest)[1])
 
 
 def draft_files(names: Sequence[str], target: Model) -> Iterator[tuple[Path, bool]]:
@@ -116,10 +101,7 @@ def draft_files(names: Sequence[str], target: Model) -> Iterator[tuple[Path, boo
 
 def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> CorpusIndex:
     """The index of a corpus, a path or ``chats``, for the target's tokenizer; updated now where there is no idle time.
-
-    Raises:
-        UsageError: there is no such path, it holds too much, or the index cannot be written.
-    """
+    ``UsageError``: there is no such path, it holds too much, or the index cannot be written."""
     source = SavedChats() if where == CHATS else PathSource(Path(where))
     index = CorpusIndex(source, home() / "corpora", target.vocab.fingerprint, target.tokenize)
     survey = exhaust(index.survey(), lambda: report(f"looking at {where}", None))
@@ -157,13 +139,8 @@ def gain_of_size(state: DecodingState, n_bytes: int) -> float:
 
 @dataclass(slots=True)
 class DraftMaker:
-    """Makes the drafters that names stand for; what is loaded already is used again.
-
-    Attributes:
-        before: the state in use.
-        undo: takes what frees what was made, should that fail.
-        renew: a draft model that is loaded again though it is in use.
-    """
+    """Makes the drafters that names stand for; what is loaded already (in ``before``) is used again, but for ``renew``.
+    ``undo`` takes what frees what was made, should that fail."""
 
     loader: Loader
     before: DecodingState
@@ -173,17 +150,17 @@ class DraftMaker:
 
     def state(self, names: Sequence[str]) -> DecodingState:
         """The state that decodes with drafters of ``draft_specs``; its target's context holds what the one in use does.
-
-        Raises:
-            VocabularyMismatch: a draft model numbers its tokens differently.
-            LocalspecError: as when loading a model.
-        """
+        ``LocalspecError``: as when loading a model."""
         before = self.before
         before.acceptance.save()
         named = [name for name in names if not is_corpus(name)]
         is_automatic = named == ["auto"]
-        free, models = self._automatic() if is_automatic else self._drafters(named)
-        models = _named(models, free)
+        free = [free_drafter(name) for name in (AUTOMATIC if is_automatic else filter(is_free, named))]
+        models = self._automatic(free) if is_automatic else self._named([name for name in named if not is_free(name)])
+        # By the names of their files, as short as tells them apart.
+        taken = [*(drafter.info.source for drafter in free), *(draft.name for draft in models if draft.name)]
+        called = iter(names_of_files([draft.path for draft in models if not draft.name], taken))
+        models = [draft if draft.name else replace(draft, name=next(called)) for draft in models]
         free += self._corpora([name for name in names if is_corpus(name)])
         try:
             context, batch = self._context_for([*free, *(draft.drafter for draft in models)])
@@ -205,17 +182,15 @@ class DraftMaker:
 
     # -- by name ---------------------------------------------------------------------------------------------------
 
-    def _drafters(self, names: Sequence[str]) -> tuple[list[Drafter], list[DraftModel]]:
+    def _named(self, names: Sequence[str]) -> list[DraftModel]:
         models: list[DraftModel] = []
         for name in names:
-            if not is_free(name):
-                models += self._model(name, self._found(name), models)
-        return [free_drafter(name) for name in names if is_free(name)], models
+            models += self._model(name, self._found(name), models)
+        return models
 
-    def _automatic(self) -> tuple[list[Drafter], list[DraftModel]]:
-        target, free = self.before.target, [free_drafter(name) for name in AUTOMATIC]
+    def _automatic(self, free: Sequence[Drafter]) -> list[DraftModel]:
         models: list[DraftModel] = []
-        for name in found_drafts(target, self.loader.warnings.append):
+        for name in found_drafts(self.before.target, self.loader.warnings.append):
             try:
                 models += self._paying(name, free, models)
             except Cancelled:  # it gives way to a request, and is tried again
@@ -225,7 +200,7 @@ class DraftMaker:
                 if not from_plugin and not isinstance(error, VocabularyMismatch):
                     raise
                 self.loader.warnings.append(f"{error}; drafting without it")
-        return free, models
+        return models
 
     def _paying(self, name: str, free: Sequence[Drafter], others: Sequence[DraftModel]) -> list[DraftModel]:
         """What a name stands for, unless it was found to add too little to drafters that cost nothing here."""
@@ -289,7 +264,10 @@ class DraftMaker:
         return [self._from_plugin(source, source_of(source.name, len(alike)), found)]
 
     def _draft_model(self, name: str, path: Path, source: str, any_vocabulary: bool) -> DraftModel:
-        known, spec, mask = self._known(path, is_draft_model=True), str(path), _mask_of(name, path)
+        known, spec = self._known(path, is_draft_model=True), str(path)
+        kind, _, rest = name.partition(":")
+        token = file_and_mask(rest)[1] if kind == PARD else None
+        mask = mask_token(path, named=kind == PARD) if token is None else checked_mask(path, token)
         if mask is not None:
             any_vocabulary, spec = False, f"{PARD}:{path}:{mask}"
         if known is not None and (mask is None or not known.drafter.info.own_tokens):
@@ -314,7 +292,10 @@ class DraftMaker:
             return DraftModelDrafter(context, source)
         if target.vocab.difference(vocab, special=False) is None:
             return MappedTokensDrafter(context, target, source)
-        return OtherVocabularyDrafter(context, target, source, _tokens_for_one(target, context.model))
+        # How many of its tokens stand for one of the target's, in ordinary questions.
+        text = "\n".join(turn for question in own_questions("tuning") for turn in question.turns)
+        n_its, n_mine = (len(model.tokenize(text, add_special=False)) for model in (context.model, target))
+        return OtherVocabularyDrafter(context, target, source, max(1.0, n_its / max(1, n_mine)))
 
     def _from_plugin(self, kind: DraftSource, source: str, found: FoundDraft) -> DraftModel:
         known = self._known(found.path, is_draft_model=False)
@@ -381,10 +362,3 @@ class DraftMaker:
         drafters = " ".join([*files, *(drafter.info.name for drafter in free), *names, *ways])
         key = {"target": fingerprint(self.before.target.path), "drafters": drafters}
         return AcceptanceStore(home() / "acceptance" if self.loader.options.remember else None, key)
-
-
-def _named(models: Sequence[DraftModel], free: Sequence[Drafter]) -> list[DraftModel]:
-    """Draft models by the names of their files, as short as tells them apart."""
-    taken = [*(drafter.info.source for drafter in free), *(draft.name for draft in models if draft.name)]
-    called = iter(names_of_files([draft.path for draft in models if not draft.name], taken))
-    return [draft if draft.name else replace(draft, name=next(called)) for draft in models]

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from localspec.backends.base import Context, Model, SequenceBatch
 from localspec.backends.llama.binding import N_UBATCH
@@ -36,13 +35,8 @@ LEAST_CTX = 512  # smallest context worth suggesting
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a header says of memory.
-
-    Attributes:
-        n_bytes: of the weights.
-        n_embd, n_ff: widths of the residual stream and of the widest feed-forward layer.
-        n_vocab: rows of the output matrix.
-    """
+    """What a header says of memory: bytes of the weights, widths of the residual stream and of the widest feed-forward
+    layer, rows of the output matrix."""
 
     n_bytes: int
     kv: KVShape  # what keys and values take
@@ -101,12 +95,8 @@ class Need:
 
 
 def need(sizes: Sizes, n_ctx: int, kv_type: str, backend: str, *, contexts: int = 1, together: bool = False) -> Need:
-    """Memory to run a model; the reference engine keeps everything in float64.
-
-    Args:
-        contexts: memories for n_ctx tokens each.
-        together: whether they are one memory, of several answers that share passes.
-    """
+    """Memory to run a model with so many ``contexts`` for n_ctx tokens each, or one memory of that size that answers
+    share (``together``). The reference engine keeps everything in float64."""
     if backend == "reference":
         compute = 8 * sizes.n_vocab * n_ctx * contexts
         return Need(8 * sizes.n_params, contexts * sizes.kv.bytes(n_ctx, "f64"), compute)
@@ -204,12 +194,8 @@ def choose_context(
     """The context size where none is asked for.
 
     The most that the model was trained for (``USUAL_CTX`` where its file does not say), on a CPU ``MOST_ON_CPU``; less
-    where memory does not hold it.
-
-    Args:
-        loads: the target first, then what drafts.
-        space: what is free before anything is loaded.
-        on_gpu: whether all of the target is computed on a GPU.
+    where memory does not hold it. ``loads``: the target first; ``space``: what is free before anything is loaded;
+    ``on_gpu``: whether all of the target is computed there.
     """
     trained = n_ctx_train if n_ctx_train > 0 else USUAL_CTX
     most = trained if on_gpu else min(trained, MOST_ON_CPU)
@@ -250,13 +236,8 @@ def read_sizes(path: Path) -> Sizes | None:
 
 
 def context_of(target: Model, draft: Sequence[str], options: LoadOptions, free: int, parallel: int) -> ContextChoice:
-    """The context size of a loaded target where none is asked for.
-
-    Args:
-        draft: names of ``draft_specs``.
-        free: memory before the target was loaded [bytes].
-        parallel: most answers at a time.
-    """
+    """The context size of a loaded target where none is asked for; ``free``: memory before it was loaded [bytes],
+    ``parallel``: most answers at a time."""
     usual = min(USUAL_CTX, target.n_ctx_train or USUAL_CTX)
     if options.placement:
         return ContextChoice(usual, "the usual where weights are placed by hand; --ctx N takes more")
@@ -280,11 +261,7 @@ def layers_that_fit(
     gguf: GGUFFile, gpus: Sequence[Device], n_ctx: int, kv_type: str, *, reserve: int = 0
 ) -> int | None:
     """Most layers of a file that GPUs with memory of their own hold, each its share; None: all, the output included.
-
-    Args:
-        n_ctx: tokens of all contexts together.
-        reserve: what a draft takes of all GPUs together [bytes].
-    """
+    ``n_ctx``: tokens of all contexts together; ``reserve``: what a draft takes of all GPUs together [bytes]."""
     sizes, free = Sizes.of(gguf), sum(each.free_bytes for each in gpus)
     buffers = need(sizes, 0, kv_type, "llama-cpp").compute
     rooms = [TIGHT * each.free_bytes - reserve * each.free_bytes / max(1, free) for each in gpus]
@@ -364,19 +341,12 @@ class ParallelChoice:
     n: int
     reason: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"parallel": self.n, "reason": self.reason}
-
 
 def open_memory(
     options: LoadOptions, target: Model, times: PassTimes, n_ctx: int, report: Report
 ) -> tuple[ParallelChoice, str | None, Context, SequenceBatch | None]:
     """The target's memory: the number of answers, why drafts are chains, and what ``target_memory`` returns.
-
-    Raises:
-        EngineError: there is no memory for it.
-        EngineMismatch, UnsupportedModel: the engine cannot do what was asked for with this file.
-    """
+    ``LocalspecError``: there is no memory for it, or the engine cannot do what was asked for with this file."""
 
     def opened(choice: ParallelChoice) -> tuple[ParallelChoice, str | None, Context, SequenceBatch | None]:
         if choice.n > 1:

@@ -105,9 +105,8 @@ OFFERED_GAIN = 1.05  # from which on a compiled engine is offered
 
 
 def compiled_gain(model: Model, times: PassTimes) -> tuple[str, float, float] | None:
-    """What ik-llama compiled for this CPU would gain with a file.
-
-    The present engine's curve, times what compiling made of passes on the machines that were measured.
+    """What ik-llama compiled for this CPU would gain with a file: the present engine's curve, times what compiling made
+    of passes on the machines that were measured.
 
     Returns:
         The instruction set, and the lowest and the highest estimate of how many times as fast a nominal answer would
@@ -186,12 +185,10 @@ def forget(path: Path, options: LoadOptions) -> None:
 def ordered(
     names: Sequence[str], path: Path, options: LoadOptions, on_gpu: bool, warn: Callable[[str], None]
 ) -> list[str]:
-    """Engines in the order in which to try them.
+    """Engines in the order in which to try them, given the usual one (``backends.candidates``).
 
-    Args:
-        names: in the usual order, see ``backends.candidates``.
-        on_gpu: whether one would run the file on a GPU: what was measured on the CPU says nothing then.
-        warn: takes a line when the order differs from the usual for the first time.
+    ``on_gpu``: whether one would run the file on a GPU: what was measured on the CPU says nothing then. ``warn`` takes
+    a line when the order differs from the usual for the first time.
     """
     if on_gpu or not all(name in names for name in ENGINES):
         return list(names)
@@ -383,7 +380,11 @@ class Loader:
         known = self._choices.get(self._choice_key(path, state)) if self.options.light_draft else None
         if known is not None and known.get("light") and (lighter := self._open_lighter(path, state, report)):
             return lighter
-        check = not self.options.idle or self._is_known_wrong(path)
+        # An engine that was found to compute it wrongly is not taken: then one, or a copy, that is right is looked for.
+        backend, digest = self.options.draft_backend or self.options.backend, fingerprint(path)
+        names = backends.candidates(self.options.n_gpu_layers) if backend == "auto" else [backend]
+        found = (verdicts().get(verdict_key(name, self.options.engine, digest)) for name in names)
+        check = not self.options.idle or any(verdict is not None and not verdict["holds"] for verdict in found)
         published = self._open_draft(path, state, report, check=check, any_vocabulary=any_vocabulary)
         if self.options.idle or not self.may_be_lighter(path, published, state):
             return published
@@ -394,13 +395,6 @@ class Loader:
             if lighter is None:
                 replaced.pop_all()
         return lighter or published
-
-    def _is_known_wrong(self, path: Path) -> bool:
-        """Whether an engine was found to compute a draft wrongly: then one, or a copy, that is right is looked for."""
-        backend, digest = self.options.draft_backend or self.options.backend, fingerprint(path)
-        names = backends.candidates(self.options.n_gpu_layers) if backend == "auto" else [backend]
-        found = (verdicts().get(verdict_key(name, self.options.engine, digest)) for name in names)
-        return any(verdict is not None and not verdict["holds"] for verdict in found)
 
     def may_be_lighter(self, path: Path, model: Model, state: DecodingState) -> bool:
         on_cpu = model.capabilities.device == "cpu" and not model.capabilities.batch_invariant

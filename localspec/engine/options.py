@@ -135,7 +135,13 @@ def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
         )
     specs.sort(key=is_corpus)
     for name in specs:
-        _check_parts(name)
+        kind, colon, rest = name.partition(":")
+        if kind == CORPUS and not rest:
+            raise UsageError(f"--draft {CORPUS}:PATH takes a file or a folder, or {CORPUS}:chats for the saved chats")
+        if kind == PARD:
+            file_and_mask(rest)
+        if colon and (source := draft_source(kind)) is not None:
+            source.check(rest)
         words = draft_words()
         close = get_close_matches(name, words, n=1) if name.isalpha() and name not in words else []
         if close:
@@ -149,17 +155,6 @@ def draft_specs(draft: Spec | Iterable[Spec] | None) -> list[str]:
 def with_free(specs: list[str]) -> list[str]:
     """The drafters that were named, and where no free ones were, n-grams too: they cost nothing."""
     return [*AUTOMATIC, *specs] if specs and not any(name == "auto" or is_free(name) for name in specs) else specs
-
-
-def _check_parts(name: str) -> None:
-    kind, colon, rest = name.partition(":")
-    if kind == CORPUS and not rest:
-        raise UsageError(f"--draft {CORPUS}:PATH takes a file or a folder, or {CORPUS}:chats for the saved chats")
-    if kind == PARD:
-        file_and_mask(rest)
-    source = draft_source(kind) if colon else None
-    if source is not None:
-        source.check(rest)
 
 
 def checked_loading(progress: Any, cancel: Any) -> threading.Event:

@@ -75,20 +75,16 @@ def _prepare_until_settled(pair: Pair, kind: str, work: Work, provisional: Calla
     """Queue a measurement, again after ``AGAIN_S`` while its result is ``provisional``; ``once``: now in any case."""
 
     def measuring(stopped: Stopped, *, in_any_case: bool = once) -> Steps[None]:
-        if in_any_case or (yield from _is_quiet()):
+        before = CPUTimes.now()
+        for _ in range(0 if in_any_case else 5):
+            time.sleep(0.06)
+            yield
+        if in_any_case or (others_share([(before, CPUTimes.now())]) or 0.0) < BUSY:
             yield from work(stopped)
         if provisional():
             pair.when_idle(kind, partial(measuring, in_any_case=False), after=AGAIN_S)
 
     pair.when_idle(kind, measuring)
-
-
-def _is_quiet() -> Steps[bool]:
-    before = CPUTimes.now()
-    for _ in range(5):
-        time.sleep(0.06)
-        yield
-    return (others_share([(before, CPUTimes.now())]) or 0.0) < BUSY
 
 
 def prepare_draft(pair: Pair, draft: DraftModel) -> None:
@@ -180,9 +176,7 @@ class Pair:
 
     Attributes:
         name: what replies call the target.
-        loader: loads further models with the same options.
         warnings: one-line remarks from loading, and from idle time, that a user should see.
-        context_choice: the context's size, and why.
         state: what answers are decoded with, and what was learned; ``use`` replaces it.
         conversation: the one last worked on, prompt and answer.
         last: how far the last answer was asked to draft, and what decided that.
@@ -316,14 +310,8 @@ class Pair:
         return [*(drafter.info.name for drafter in self.state.free), *(draft.spec for draft in self.state.models)]
 
     def set_draft(self, names: Sequence[str], report: Report, *, renew: DraftModel | None = None) -> None:
-        """Replace the drafters by those of ``draft_specs``; on an error the ones in use stay.
-
-        ``renew`` is a draft model that is loaded again though it is in use.
-
-        Raises:
-            VocabularyMismatch: a draft model numbers its tokens differently.
-            UnknownModel, ModelFileError, EngineError: as when loading a model.
-        """
+        """Replace the drafters by those of ``draft_specs``; on an error (as when loading a model) the ones in use stay.
+        ``renew`` is a draft model that is loaded again though it is in use."""
         self.worker.idle.drop(*map(ORDER.index, ("corpus", "draft curve", "draft check", "draft copy")))
         before = self.state
         with ExitStack() as undo:
@@ -384,7 +372,8 @@ class Pair:
 
     def parallel_info(self) -> dict[str, Any]:
         """As ``/v1/localspec/stats`` says it."""
-        told, rows = self.parallel.as_dict(), self.rows
+        told: dict[str, Any] = {"parallel": self.parallel.n, "reason": self.parallel.reason}
+        rows = self.rows
         if self.parallel.n > 1:
             mean = round(rows["answers"] / max(1, rows["passes"]), 3)
             kinds = {"answers": rows["own"], "drafts": rows["drafts"], "prompts": rows["prompts"]}
@@ -446,7 +435,9 @@ class ReadAhead:
         """One pass of one model; whether there is more to read."""
         pair = self._pair
         expected, present = self._expected, pair.conversation
-        if expected and present is not self._instead_of and not _continues(expected, present):
+        # A next turn begins with nearly all of the conversation, whose end a template may change.
+        n_same = len(present) - len(present) // 8 - 1
+        if expected and present is not self._instead_of and shared_prefix(expected, present) < n_same:
             expected = self._expected = ()
         work: list[tuple[Context, Sequence[int], int]] = [(pair.context, expected, TARGET_PIECE)]
         for draft in pair.state.models:  # those that the next answer may use, by the last one's controller
@@ -470,8 +461,3 @@ class ReadAhead:
                 continue
             return True
         return False
-
-
-def _continues(expected: Sequence[int], conversation: Sequence[int]) -> bool:
-    """Whether a next turn could begin so: with nearly all of the conversation, whose end a template may change."""
-    return shared_prefix(expected, conversation) >= len(conversation) - len(conversation) // 8 - 1

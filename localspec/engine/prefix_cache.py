@@ -21,12 +21,8 @@ MIN_TOKENS = 16
 
 @dataclass(slots=True)
 class CachedContext:
-    """One conversation as a context held it.
-
-    Attributes:
-        tokens: the conversation that it stands for; a draft's context may hold other tokens.
-        used: when it was last of use, on a clock that counts uses.
-    """
+    """One conversation as a context held it: ``tokens`` are what it stands for, while a draft's context may hold
+    others. ``used``: when it was last of use, on a clock that counts uses."""
 
     context: Context
     tokens: Sequence[int]
@@ -139,9 +135,7 @@ class PrefixCache:
 
     def shareable(self, context: Context, prompt: Sequence[int]) -> tuple[int, int] | None:
         """The sequence of its memory that ``switch`` would have a context share, and how many tokens; None: nothing.
-
-        Draft tokens and rows of an early exit are not shared.
-        """
+        Draft tokens and rows of an early exit are not shared."""
         batch, number = self._batches.get(context, (None, 0))
         if batch is None or not batch.shares_prefix:
             return None

@@ -65,10 +65,7 @@ REQUEST_OPTIONS = tuple(RequestOptions.__annotations__)
 
 def split_options(params: SamplingParams | None, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
     """The sampling parameters of a request, those given by keyword over ``params``, and its other options.
-
-    Raises:
-        UsageError: there is no such option, or a parameter makes no sense.
-    """
+    ``UsageError``: there is no such option, or a parameter makes no sense."""
     for name in options:
         if name not in REQUEST_OPTIONS:
             raise UsageError(f"there is no option {name!r}{did_you_mean(name, REQUEST_OPTIONS)}")
@@ -94,16 +91,12 @@ def checked_length(value: Any) -> DraftLength:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of a pair, with the options that ``Asking.rounds`` explains, checked.
+    """What is asked of a pair, with the options that ``Asking.rounds`` explains, checked: ``UsageError``.
 
     Attributes:
-        encoder: makes tokens of the prompt.
         prompt: text, messages or token ids; or what makes them when the request's turn comes.
         draft_length: ``auto``, or a number of tokens; 0, to which ``speculate=False`` sets it, decodes plainly.
         prediction: a text, or token ids, which it becomes.
-
-    Raises:
-        UsageError: an option makes no sense.
     """
 
     encoder: PromptEncoder
@@ -141,12 +134,7 @@ class Request:
 
     def read(self, room: int | None = None) -> tuple[list[int], ThinkingReader | None]:
         """The prompt's tokens, and what tells thinking and answer apart; None where the model is not known to think.
-
-        ``room``: see ``PromptEncoder.encode``.
-
-        Raises:
-            UsageError, TemplateError: the prompt cannot be.
-        """
+        ``room``: see ``PromptEncoder.encode``; ``UsageError``, ``TemplateError``: the prompt cannot be."""
         encoder, think = self.encoder, self.think or "auto"
         prompt = self.prompt() if callable(self.prompt) else self.prompt
         if self.params.constrained:
@@ -261,11 +249,7 @@ class RoundStream(_Stream, Iterator[Round]):
 
     @property
     def reply(self) -> Reply:
-        """The answer; waits for the end of the stream.
-
-        Raises:
-            LocalspecError: the request failed.
-        """
+        """The answer, once the stream has ended; ``LocalspecError``: the request failed."""
         for _ in self.steps():
             pass
         return self._job.reply()  # type: ignore[no-any-return] # what the job returned
@@ -282,11 +266,8 @@ class RoundStream(_Stream, Iterator[Round]):
 
 
 class AsyncRoundStream(_Stream, AsyncIterator[Round]):
-    """``RoundStream`` for asyncio. Made in a running loop, and read there.
-
-    Leaving ``async with``, ``aclose``, cancelling the task that reads it, or dropping it stops the engine within a
-    round.
-    """
+    """``RoundStream`` for asyncio, made and read in a running loop. Leaving ``async with``, ``aclose``, cancelling the
+    task that reads it, or dropping it stops the engine within a round."""
 
     def __init__(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
@@ -324,11 +305,7 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
         return None
 
     async def reply(self) -> Reply:
-        """The answer; waits for the end of the stream.
-
-        Raises:
-            LocalspecError: the request failed.
-        """
+        """The answer, once the stream has ended; ``LocalspecError``: the request failed."""
         while await self._step() is not None:
             pass
         return self._job.reply()  # type: ignore[no-any-return] # what the job returned

@@ -56,11 +56,6 @@ def maker_of(model: Model) -> dict[str, str]:
     }
 
 
-def fits(maker: Mapping[str, str], ours: Mapping[str, str]) -> bool:
-    """Whether a model can use what another made: all but the file's name has to match."""
-    return all(maker.get(key) == value for key, value in ours.items() if key != "name")
-
-
 def described(maker: Mapping[str, str]) -> str:
     parts = [maker.get("name", "?"), maker.get("engine", "?"), maker.get("kv_type", ""), maker.get("file", "")[:8]]
     return " · ".join(part for part in parts if part)
@@ -68,18 +63,14 @@ def described(maker: Mapping[str, str]) -> str:
 
 def save_contexts(contexts: Sequence[Context], cache: PrefixCache, tokens: Sequence[int]) -> list[SavedContext]:
     """What target and draft models hold of a conversation; less, or nothing, where that was dropped."""
-    memories = []
-    for context in contexts:
-        found = cache.export(context, tokens)
-        if found is not None:
-            memories.append(SavedContext(maker_of(context.model), *found))
-    return memories
+    found = [(context, cache.export(context, tokens)) for context in contexts]
+    return [SavedContext(maker_of(context.model), *held) for context, held in found if held is not None]
 
 
 def restore_contexts(contexts: Sequence[Context], cache: PrefixCache, memories: Sequence[SavedContext]) -> str | None:
     """Make each model hold what its like held; None, or a line that says why the target does not."""
-    reasons = [_give(context, cache, memories) for context in contexts]
-    return reasons[0]
+    of_target, *_ = [_give(context, cache, memories) for context in contexts]
+    return of_target
 
 
 def _give(context: Context, cache: PrefixCache, memories: Sequence[SavedContext]) -> str | None:
@@ -88,10 +79,11 @@ def _give(context: Context, cache: PrefixCache, memories: Sequence[SavedContext]
         return "what the model held was not saved"
     if not model.capabilities.saves_state:
         return f"{model.engine} cannot take a saved memory"
-    maker = maker_of(model)
-    fitting = [memory for memory in memories if fits(memory.maker, maker)]
+    ours = maker_of(model)
+    alike = ours.keys() - {"name"}
+    fitting = [memory for memory in memories if all(memory.maker.get(key) == ours[key] for key in alike)]
     if not fitting:
-        return f"its memory is from {described(memories[0].maker)}, and this is {described(maker)}"
+        return f"its memory is from {described(memories[0].maker)}, and this is {described(ours)}"
     cache.put_aside(context)
     try:
         cache.restore(context, fitting[0].tokens, fitting[0].state)
@@ -118,10 +110,7 @@ def writing(
     path: Path, text: Mapping[str, Any], memories: Sequence[SavedContext], *, durable: bool = True
 ) -> Steps[None]:
     """Save a session: complete under its name, or not at all; ``durable``: see ``write_atomically``.
-
-    Raises:
-        SessionFileError: it cannot be written, or the name belongs to a file that is not a saved session.
-    """
+    ``SessionFileError``: it cannot be written, or the name belongs to a file that is not a saved session."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # a device would be replaced by a file
             raise SessionFileError(f"{path} is a device or a pipe")
@@ -166,11 +155,8 @@ def writing(
 
 
 def read(path: Path, *, memory: bool = True) -> tuple[dict[str, Any], list[SavedContext], str | None]:
-    """Read a saved session: its text, the memories, and a line if those are damaged.
-
-    Raises:
-        SessionFileError: missing, foreign, from another version, or damaged in its text.
-    """
+    """Read a saved session: its text, the memories, and a line if those are damaged. ``SessionFileError``: missing,
+    foreign, from another version, or damaged in its text."""
     try:
         with path.open("rb") as file:
             text = read_text(file, str(path))
@@ -188,11 +174,7 @@ def read(path: Path, *, memory: bool = True) -> tuple[dict[str, Any], list[Saved
 
 
 def read_text(file: BinaryIO, name: str) -> dict[str, Any]:
-    """The text part: ``messages``, ``params``, ``notes`` and ``model``. ``name`` is for what is raised.
-
-    Raises:
-        SessionFileError: foreign, from another version, or damaged.
-    """
+    """The text part: ``messages``, ``params``, ``notes`` and ``model``; ``name`` is for ``SessionFileError``."""
     _read_version(file, name)
     damaged = SessionFileError(f"{name} is damaged: its text cannot be read")
     size, _, digest = file.readline(64).partition(b" ")
@@ -268,8 +250,14 @@ def chat_files(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink() and path.name not in _OTHERS:
             yield from chat_files(path)
-        elif path.is_file() and _is_session(path):
-            yield path
+        elif path.is_file():
+            try:
+                with path.open("rb") as file:
+                    is_session = file.read(len(MAGIC)) == MAGIC
+            except OSError:
+                continue
+            if is_session:
+                yield path
 
 
 def messages_in(path: Path) -> list[dict[str, Any]] | None:
@@ -281,22 +269,6 @@ def messages_in(path: Path) -> list[dict[str, Any]] | None:
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         return None
     return messages
-
-
-def _is_session(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
-def conversation_files(folder: Path) -> Iterator[Path]:
-    """The page's conversations in a home."""
-    kept = folder / CONVERSATIONS
-    for path in sorted(kept.iterdir()) if kept.is_dir() else ():
-        if _CONVERSATION.fullmatch(path.name) and path.is_file():
-            yield path
 
 
 def said_in(path: Path) -> list[str]:
@@ -320,7 +292,9 @@ class SavedChats(TextSource):
 
     def files(self) -> Steps[list[TextFile]]:
         found = []
-        for path in (*chat_files(self._home), *conversation_files(self._home)):
+        kept = self._home / CONVERSATIONS
+        of_the_page = [path for path in sorted(kept.glob("*.json")) if _CONVERSATION.fullmatch(path.name)]
+        for path in (*chat_files(self._home), *of_the_page):
             with suppress(FileNotFoundError):  # somebody has just deleted it
                 facts = path.stat()
                 found.append(TextFile(path.relative_to(self._home).as_posix(), facts.st_size, facts.st_mtime_ns))

@@ -44,12 +44,10 @@ class Slot:
     Attributes:
         asked: what ``Request.read`` returned.
         needs: tokens reserved for it, its prompt included.
-        making: its answer, once it has begun.
-        sequence: of the memory, in which its answer is; -1 before it has begun.
+        making: its answer, once it has begun; in ``sequence`` of the memory.
         aside: what its sequence held, where that had to make room; else None.
         rows: what its next pass is over; None between ``commit`` and ``propose``.
-        n_fed: of the pass's tokens, how many it has had already.
-        forwards: what they returned.
+        n_fed: of the pass's tokens, how many it has had already; ``forwards``: what they returned.
         served: number of the pass that it last had rows in.
     """
 
@@ -107,9 +105,8 @@ class Slot:
 class SharedMemory:
     """Which conversation is in which sequence of the target's memory, and whether another one fits.
 
-    Attributes:
-        base: the pair's state, which is that of the first sequence.
-        passes: what passes over several answers cost.
+    ``base`` is the pair's state, which is that of the first sequence; ``passes``: what passes over several answers
+    cost.
     """
 
     def __init__(self, pair: Pair) -> None:

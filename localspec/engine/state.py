@@ -116,7 +116,6 @@ class DecodingState:
 
     Attributes:
         free: drafters that cost nothing; they are asked first.
-        models: draft models and heads.
         acceptance: how often draft tokens were accepted, and the time that drafting may cost.
         drafting_ahead: drafts while the target verifies; None where that is not done.
         batch: the memory that the context is a sequence of, where several answers share passes.
@@ -168,10 +167,7 @@ class DecodingState:
 
     def drafters_for(self, names: Sequence[str] | None, *, predicted: bool = False) -> list[Drafter]:
         """The drafters of one request: of these names, or all; n-grams too where the answer is ``predicted``.
-
-        Raises:
-            UsageError: no such drafter is loaded.
-        """
+        ``UsageError``: no such drafter is loaded."""
         known = list(self.names.values())
         unknown = [name for name in names or () if name not in known]
         if unknown:
@@ -190,13 +186,8 @@ class DecodingState:
         shared: ShareOfPass | None = None,
         predicted: bool = False,
     ) -> Controller:
-        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain).
-
-        Args:
-            drafters: those that take part; None is all.
-            shared: what a pass costs the answer where others share it; None: as ``times`` says.
-            predicted: whether the answer is likely to repeat a text that came with the request.
-        """
+        """A controller for one request: ``auto``, or a fixed number of tokens (0: plain); ``drafters``: those that take
+        part, None is all. ``predicted``: whether the answer is likely to repeat a text that came with the request."""
         target_times = shared or self.times
         drafters = self.usable if drafters is None else drafters
         if draft_length != "auto" or not drafters:
@@ -250,9 +241,6 @@ class DecodingState:
             sources: which drafters take part; None is all.
             own_contexts: whether both may be within an answer at once; the target's context then returns the hidden
                 states that these drafters want. Else they take turns in the same contexts.
-
-        Raises:
-            EngineError: there is no memory for more contexts.
         """
         free = [each.clone(None) for each in self.free if sources is None or each.info.source in sources]
         chosen = [each for each in self.models if sources is None or each.source in sources]
@@ -302,11 +290,7 @@ def target_memory(
     model: Model, n_ctx: int, parallel: int, hidden: Sequence[str] = (), *, branches: bool = False
 ) -> tuple[Context, SequenceBatch | None]:
     """The target's context; where several answers share passes, the first sequence of the memory that comes with it.
-
-    Raises:
-        EngineError: there is no memory for it.
-        UsageError: the engine takes fewer sequences.
-    """
+    ``EngineError``: there is no memory for it; ``UsageError``: the engine takes fewer sequences."""
     if parallel == 1:
         return model.new_context(n_ctx, hidden=hidden, branches=branches), None
     batch = model.new_batch(n_sequences(parallel), FULL_CONTEXTS * n_ctx, n_ctx=n_ctx, hidden=hidden)

@@ -65,10 +65,9 @@ class StoredPrompt:
     """A file of the folder: what its header says.
 
     Attributes:
-        maker: what it was made by.
-        tokens: the conversation that it stands for.
-        n_held: tokens in the memory, which of a draft model may be others.
-        n_bytes, used: its size, and when it was last of use, in seconds since 1970.
+        tokens: the conversation that it stands for; ``n_held``: those in the memory, which of a draft model may be
+            others.
+        used: when it was last of use, in seconds since 1970.
     """
 
     path: Path
@@ -121,8 +120,6 @@ class PromptStore:
 
     Args:
         max_bytes: of all files of the folder, other models' too; 0 keeps none, and looks for none.
-        n_gpu_layers: as asked for.
-        cache: what the contexts stand for, and what else is in memory.
         contexts: those of the pair that hold texts.
         failed: takes a line where nothing can be written; then nothing more is.
 
@@ -162,11 +159,8 @@ class PromptStore:
         return maker
 
     def find(self, context: Context, prompt: Sequence[int], n_known: int) -> Conversation | None:
-        """The conversation that has most of a prompt, and its state; None where that spares too little reading.
-
-        Args:
-            n_known: tokens of the prompt that are in memory.
-        """
+        """The conversation that has most of a prompt, and its state; None where that spares too little reading over the
+        ``n_known`` tokens that are in memory."""
         if not self.max_bytes or len(prompt) < max(MIN_STORED, n_known + MIN_GAIN):
             return None
         maker = self.maker(context)

@@ -68,11 +68,8 @@ class _Entry:
 
 
 class IdleWork:
-    """The tasks of one worker. All but ``step`` may be called from any thread.
-
-    Args:
-        allowed: whether there may be idle work now, asked every ``ASK_AGAIN_S``; None takes no tasks.
-    """
+    """The tasks of one worker. All but ``step`` may be called from any thread. ``allowed``: whether there may be idle
+    work now, asked every ``ASK_AGAIN_S``; None takes no tasks."""
 
     def __init__(self, allowed: Callable[[], bool] | None) -> None:
         self._allowed = allowed
@@ -108,10 +105,8 @@ class IdleWork:
                 entry.rests = entry.due > now
 
     def pause(self, *, others_answer: bool = False) -> tuple[float | None, bool]:
-        """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now.
-
-        While another worker answers on the same cores, ``others_answer``, nothing is to be done.
-        """
+        """How long nothing is to be done [s], None until there is new work; and whether nothing is left for now. While
+        another worker answers on the same cores, ``others_answer``, nothing is to be done."""
         if all(entry.rests for entry in self._entries):
             return None, True
         now = time.monotonic()
@@ -148,10 +143,8 @@ class IdleWork:
 class Turns:
     """Whose turn it is among workers that share the cores: one round, or one step of idle work, at a time.
 
-    Turns are given in the order in which they are asked for, so that two models that answer alternate.
-
-    Attributes:
-        n_answering: how many workers have a request now; the others do no idle work meanwhile.
+    Turns are given in the order in which they are asked for, so that two models that answer alternate. While
+    ``n_answering`` workers have a request, the others do no idle work.
     """
 
     def __init__(self) -> None:
@@ -339,11 +332,7 @@ class Job(Future[Any]):
 
     def wait_for(self, items: queue.SimpleQueue[Any]) -> Any:
         """The next thing that it puts into ``items``; too late while it waits for its turn, it is cancelled here.
-
-        Raises:
-            Closed: nothing will be delivered, as the process was forked meanwhile.
-            UsageError: the thread that waits is the one that would run it.
-        """
+        ``Closed``: the process was forked meanwhile; ``UsageError``: the thread that waits would have to run it."""
         while True:
             if threading.current_thread() is self.thread and not self.done():
                 raise UsageError("work that runs on the model's thread cannot wait for an answer of that model")
@@ -361,9 +350,8 @@ class Job(Future[Any]):
 
 
 class FairQueue:
-    """Jobs of one conversation in order, conversations in turns, so that ten requests of one delay another by one.
-
-    Of the conversations those come first whose next job has the highest priority.
+    """Jobs of one conversation in order, conversations in turns, so that ten requests of one delay another by one. Of
+    the conversations those come first whose next job has the highest priority.
 
     Attributes:
         max_waiting: most conversations that may wait, besides those that are served; None is any number.
@@ -381,12 +369,8 @@ class FairQueue:
         self._at_rest = False
 
     def put(self, job: Job, *, bounded: bool = True) -> None:
-        """Add a job at the end of its conversation.
-
-        Raises:
-            QueueFull: ``max_waiting`` conversations wait already, the job's is another, and the bound holds for it.
-            Closed: the queue was closed.
-        """
+        """Add a job at the end of its conversation. ``QueueFull``: ``max_waiting`` conversations wait already, the
+        job's is another, and the bound holds for it."""
         with self._changed:
             if self.closed:
                 raise Closed(self.closed)
@@ -496,9 +480,6 @@ class Worker:
 
     It keeps no reference to what submits the jobs, so an owner that is dropped can be collected.
 
-    Args:
-        idle: whether there may be idle work now; None is never.
-
     Attributes:
         batch: runs a job that has a ``request``, and others that come meanwhile; None runs it alone.
         turns: those of rounds and of steps of idle work; may be replaced by one that several workers share.
@@ -522,11 +503,7 @@ class Worker:
         return sum(job.running() for job in list(self.running))
 
     def call(self, function: Callable[[], Result], *, conversation: Hashable | None = None) -> Result:
-        """Run a function on the thread, in its turn, and wait for what it returns.
-
-        Raises:
-            Closed: the worker was closed.
-        """
+        """Run a function on the thread, in its turn, and wait for what it returns; ``Closed``."""
         if threading.current_thread() is self._thread:
             return function()
 

@@ -257,10 +257,7 @@ def busy_share(seconds: float = 0.25) -> float:
 
 
 def lower_priority(pid: int | None = None) -> None:
-    """Let all other programs go first, from now on; for the calling thread, and for those that it starts.
-
-    ``pid``: for another process, and those that it starts.
-    """
+    """Let all other programs go first, from now on: for the calling thread, or a process, and what these start."""
     with suppress(psutil.Error, OSError):
         psutil.Process(pid).nice(getattr(psutil, "IDLE_PRIORITY_CLASS", 19))
 

@@ -9,8 +9,8 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -24,9 +24,6 @@ def on_interrupt(stop: Callable[[], None], *, ended_too: bool = False) -> Iterat
 
     ``ended_too``: likewise when the process is asked to end, or its terminal is closed and that is not ignored (nohup).
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     numbers: list[int] = [signal.SIGINT]
     if ended_too:
         known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -37,27 +34,27 @@ def on_interrupt(stop: Callable[[], None], *, ended_too: bool = False) -> Iterat
         signal.signal(number, before[number])
         stop()
 
-    for number in numbers:
-        signal.signal(number, handler)
+    with _handled(numbers, handler):
+        yield
+
+
+def interrupts_left_to_others() -> AbstractContextManager[None]:
+    """Within the block Ctrl-C does nothing here: it is for the program in front, which gets it too."""
+    # A handler, and not SIG_IGN, which the other program would inherit.
+    return _handled([signal.SIGINT], lambda number, frame: None)
+
+
+@contextmanager
+def _handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
         for number in numbers:
             signal.signal(number, before[number])
-
-
-@contextmanager
-def interrupts_left_to_others() -> Iterator[None]:
-    """Within the block Ctrl-C does nothing here: it is for the program in front, which gets it too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # A handler, and not SIG_IGN, which the other program would inherit.
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # A thread inside a C++ library while the interpreter or that library is taken down aborts the process. So the threads
@@ -92,9 +89,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyD
 
 def in_child(owner: Any, renounce: Callable[[Any], None]) -> None:
     """Have ``renounce(owner)`` called in children that are forked while the owner lives, before anything else there.
-
-    Locks may be held for ever by threads of the parent, so it takes none, and makes new ones.
-    """
+    Locks may be held for ever by threads of the parent, so it takes none, and makes new ones."""
     _KNOWN[owner] = renounce
 
 

@@ -32,15 +32,9 @@ def moves_cursor(file: TextIO) -> bool:
     """Whether a file is a terminal on which the cursor can be moved."""
     if not file.isatty():
         return False
-    if sys.platform == "win32":
-        return _console_takes_escapes(file)
-    return os.environ.get("TERM", "") not in ("dumb", "unknown", "")
-
-
-def _console_takes_escapes(file: TextIO) -> bool:
-    """Have a console of Windows act on escape sequences; before Windows 10 it cannot. Other terminals (mintty) do."""
     if sys.platform != "win32":
-        return True
+        return os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+    # A console of Windows has to be told to act on escape sequences; before Windows 10 it cannot. Other terminals do.
     import ctypes
     import msvcrt
 
