@@ -614,12 +614,7 @@ class LLM(Asking[Prompt]):
         return self.job(prompt.tokens, params, **{"keep_tokens": prompt.n_before} | rest)
 
     def logprobs(
-        self,
-        prompt: Prompt,
-        *,
-        top: int = 0,
-        deadline: float | None = None,
-        conversation: Hashable | None = None,
+        self, prompt: Prompt, *, top: int = 0, deadline: float | None = None, conversation: Hashable | None = None
     ) -> list[ScoredToken]:
         """How probable the target finds each token of a given text after those before it.
 
@@ -642,12 +637,7 @@ class LLM(Asking[Prompt]):
         return scored
 
     async def alogprobs(
-        self,
-        prompt: Prompt,
-        *,
-        top: int = 0,
-        deadline: float | None = None,
-        conversation: Hashable | None = None,
+        self, prompt: Prompt, *, top: int = 0, deadline: float | None = None, conversation: Hashable | None = None
     ) -> list[ScoredToken]:
         """As ``logprobs``, for asyncio."""
         stream = AsyncRoundStream(self._scoring(prompt, top, deadline, conversation))
@@ -802,7 +792,7 @@ class LLM(Asking[Prompt]):
     @prefix_cache_bytes.setter
     def prefix_cache_bytes(self, value: int) -> None:
         bound = checked_whole("prefix_cache_bytes", value, 0)
-        self.run(lambda pair: setattr(pair.prefix_cache, "max_bytes", bound))
+        self.run(lambda pair: pair.prefix_cache.bound(bound))
 
     def cache_info(self) -> dict[str, int]:
         """The prefix cache: ``entries``, ``bytes``, ``max_bytes``, ``hits``, ``restored``
@@ -840,10 +830,7 @@ class LLM(Asking[Prompt]):
         return self._worker.call(lambda: work(self._pair), conversation=conversation)
 
     def job(
-        self,
-        question: Prompt | Callable[[], Prompt],
-        params: SamplingParams | None,
-        **options: Unpack[RequestOptions],
+        self, question: Prompt | Callable[[], Prompt], params: SamplingParams | None, **options: Unpack[RequestOptions]
     ) -> Job:
         """See ``Asking.job``; a question that is a function is called when its turn comes."""
         pair, (params, rest) = self._pair, split_options(params, options)

@@ -207,10 +207,12 @@ class OpenAnswer:
         explanation = self._controller.explain()
         if shared is not None and shared.mean_answers > 1.0:
             explanation += f"\nShared with other answers: on average {shared.mean_answers:.1f} at once."
-        return _replied(pair, job, rounds, stats, explanation)
+        return _replied(pair, job, rounds, stats, job.seconds_waited, explanation)
 
 
-def _replied(pair: Pair, job: Job, rounds: Sequence[Round], stats: SpecStats, explanation: str = "") -> Reply:
+def _replied(
+    pair: Pair, job: Job, rounds: Sequence[Round], stats: SpecStats, waited: float, explanation: str = ""
+) -> Reply:
     tokens = [token for round_ in rounds for token in round_.emitted]
     finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
     return Reply(
@@ -224,13 +226,13 @@ def _replied(pair: Pair, job: Job, rounds: Sequence[Round], stats: SpecStats, ex
         cancelled_by=job.cancelled_by if finish == "cancelled" else None,
         tokens=tokens,
         explanation=explanation,
-        seconds_waited=job.seconds_waited if job.started else time.monotonic() - job.submitted,
+        seconds_waited=waited,
         thinking="".join(round_.thinking for round_ in rounds),
     )
 
 
 def never_ran(pair: Pair, job: Job) -> Reply:
-    return _replied(pair, job, [], SpecStats())
+    return _replied(pair, job, [], SpecStats(), time.monotonic() - job.submitted)
 
 
 def rounds(

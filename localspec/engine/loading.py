@@ -25,7 +25,6 @@ from localspec.controllers.calibration import (
     WHOLE,
     WIDE,
     PassKind,
-    Timer,
     calibrating,
     calibrating_quickly,
     curve_key,
@@ -75,12 +74,14 @@ class EngineTimes:
         ms: engine -> time of a nominal answer [ms], by the passes that count.
         rounds: engine -> the same by each round in which no other program used the CPUs.
         others_share: of the CPUs' time, used by other programs meanwhile.
+        told: whether a user was told of another order than the usual.
     """
 
     day: str
     ms: dict[str, float]
     rounds: dict[str, list[float]]
     others_share: float
+    told: bool = False
 
     @property
     def provisional(self) -> bool:
@@ -147,35 +148,28 @@ def compiled_offer_once(model: Model, times: PassTimes) -> str | None:
     return f"{line}: {NATIVE_COMMAND}"
 
 
-def engines_comparing(n_ctx: int, options: LoadOptions) -> Callable[[Model, Model], Steps[None]]:
-    """Times a file on two engines in turns, and remembers what was found; see ``SecondOpinion``."""
-
-    def comparing(model: Model, other: Model) -> Steps[None]:
-        both = (model, other)
-        with ExitStack() as stack:
-            timers = [stack.enter_context(timer(each, n_ctx)) for each in both]
-            yield from in_turns(timers)
-            for each, timed in zip(both, timers, strict=True):
-                curves().put(curve_key(each, options.kv_cache_type), timed.times())
-            remember(both, timers, options)
-
-    return comparing
-
-
-def remember(models: Sequence[Model], timers: Sequence[Timer], options: LoadOptions) -> None:
-    today, pairs = date.today(), list(zip(models, timers, strict=True))
-    found = EngineTimes(
-        f"{today.day} {today:%b %Y}",
-        {model.backend: round(nominal_ms(timed.times()), 1) for model, timed in pairs},
-        {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
-        max(timed.times().others_share for timed in timers),
-    )
-    _store().put(_key(models[0].path, replace(options, n_threads=models[0].n_threads)), asdict(found))
+def comparing_engines(n_ctx: int, options: LoadOptions, model: Model, other: Model) -> Steps[None]:
+    """Time a file on two engines in turns, and remember what was found; see ``SecondOpinion``."""
+    both = (model, other)
+    with ExitStack() as stack:
+        timers = [stack.enter_context(timer(each, n_ctx)) for each in both]
+        yield from in_turns(timers)
+        for each, timed in zip(both, timers, strict=True):
+            curves().put(curve_key(each, options.kv_cache_type), timed.times())
+        today, pairs = date.today(), list(zip(both, timers, strict=True))
+        found = EngineTimes(
+            f"{today.day} {today:%b %Y}",
+            {each.backend: round(nominal_ms(timed.times()), 1) for each, timed in pairs},
+            {each.backend: [round(nominal_ms(times), 1) for times in timed.quiet_rounds()] for each, timed in pairs},
+            max(timed.times().others_share for timed in timers),
+        )
+    _store().put(_key(model.path, replace(options, n_threads=model.n_threads)), asdict(found))
 
 
 def compared(path: Path, options: LoadOptions) -> EngineTimes | None:
     """What was found of a file, with the present versions of all engines; None where nothing was."""
-    return _comparison(_store().get(_key(path, options)))
+    stored = _store().get(_key(path, options))
+    return EngineTimes(**stored) if stored and all(name in stored["ms"] for name in ENGINES) else None
 
 
 def forget(path: Path, options: LoadOptions) -> None:
@@ -192,23 +186,15 @@ def ordered(
     """
     if on_gpu or not all(name in names for name in ENGINES):
         return list(names)
-    store, key = _store(), _key(path, options)
-    stored = store.get(key) or {}
-    found = _comparison(stored)
+    found = compared(path, options)
     first, second = (name for name in names if name in ENGINES)
     if found is None or not found.prefers(second, first):
         return list(names)
-    if not stored.get("told"):
-        store.put(key, {**stored, "told": True})
+    if not found.told:
+        _store().put(_key(path, options), asdict(replace(found, told=True)))
         again = f"localspec doctor --calibrate measures again, --backend {first} overrides"
         warn(f"Engine for {path.name}: {second} (measured faster on {found.day}; {again})")
     return [{first: second, second: first}.get(name, name) for name in names]
-
-
-def _comparison(stored: dict[str, Any] | None) -> EngineTimes | None:
-    if not stored or not all(name in stored["ms"] for name in ENGINES):
-        return None
-    return EngineTimes(stored["day"], stored["ms"], stored["rounds"], stored["others_share"])
 
 
 def _store() -> JsonStore:

@@ -12,16 +12,7 @@ from typing import Any
 from localspec.backends import check_name
 from localspec.backends.placement import Placement, check_engine
 from localspec.engine.draft_sources import draft_source, is_free
-from localspec.errors import (
-    KV_CACHE_TYPES,
-    MAX_COUNT,
-    MAX_THREADS,
-    UsageError,
-    checked_whole,
-    is_whole,
-    listed,
-    shown,
-)
+from localspec.errors import KV_CACHE_TYPES, MAX_COUNT, MAX_THREADS, UsageError, checked_whole, is_whole, listed, shown
 from localspec.spec_decode.drafters.names import AUTOMATIC, CORPUS, PARD, is_corpus
 from localspec.spec_decode.drafters.pard import file_and_mask
 from localspec.system.plugins import DRAFTERS, offered

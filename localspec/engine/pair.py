@@ -19,7 +19,7 @@ from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker
 from localspec.engine.fit import MOST, ContextChoice, context_of, layers_for, open_memory
-from localspec.engine.loading import Loader, Remarks, Report, compared, engines_comparing, giving_way
+from localspec.engine.loading import Loader, Remarks, Report, compared, comparing_engines, giving_way
 from localspec.engine.options import LoadOptions
 from localspec.engine.prefix_cache import PrefixCache
 from localspec.engine.request import DraftLength
@@ -40,16 +40,7 @@ log = logging.getLogger("localspec")
 # What a loaded pair still has to find out or make, done in idle time: nothing of it is needed to be right. A request
 # that comes waits for one step at most, and finds what was known before.
 
-ORDER = (
-    "reading",
-    "storing",
-    "target curve",
-    "draft curve",
-    "draft check",
-    "corpus",
-    "other engine",
-    "draft copy",
-)
+ORDER = ("reading", "storing", "target curve", "draft curve", "draft check", "corpus", "other engine", "draft copy")
 """What is done first: what readies the next answer of a conversation, then what spares reading after a restart, then
 what brings most, and quickly."""
 
@@ -166,7 +157,7 @@ def second_opinion(pair: Pair, path: Path) -> SecondOpinion:
         path,
         options.target,
         pair.refuse,
-        engines_comparing(pair.context.n_ctx, options),
+        partial(comparing_engines, pair.context.n_ctx, options),
         compared=not comparable or (known is not None and not known.provisional),
     )
 

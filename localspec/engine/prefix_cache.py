@@ -42,24 +42,19 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self.n_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
         self.on_disk: Callable[[Context, Sequence[int], int], tuple[Sequence[int], ContextState] | None]
         self.on_disk = lambda context, prompt, n_known: None
-        self._entries: list[CachedContext] = []
+        self.entries: list[CachedContext] = []
         self._drafted: dict[Context, list[int]] = {}
         self._open: dict[Context, Sequence[int]] = {}
         self._batches: dict[Context, tuple[SequenceBatch, int]] = {}
         self._clock = count()
         self.hits = self.restored = self.stored = self.evictions = 0
 
-    @property
-    def max_bytes(self) -> int:
-        """Bound of what is kept [bytes]; lowering it drops entries at once."""
-        return self._max_bytes
-
-    @max_bytes.setter
-    def max_bytes(self, value: int) -> None:
-        self._max_bytes = value
+    def bound(self, max_bytes: int) -> None:
+        """Change what may be kept [bytes]; what is too much is dropped at once."""
+        self.max_bytes = max_bytes
         self._make_room(0)
 
     def join(self, batch: SequenceBatch) -> None:
@@ -129,10 +124,6 @@ class PrefixCache:
             return "several"
         return "branches" if context.can_branch and context.model.capabilities.trees_apart else "one"
 
-    @property
-    def entries(self) -> Sequence[CachedContext]:
-        return self._entries
-
     def shareable(self, context: Context, prompt: Sequence[int]) -> tuple[int, int] | None:
         """The sequence of its memory that ``switch`` would have a context share, and how many tokens; None: nothing.
         Draft tokens and rows of an early exit are not shared."""
@@ -159,7 +150,7 @@ class PrefixCache:
             if len(held) - usable(entry.context, entry.tokens, held) < MIN_TOKENS:
                 entry.used = next(self._clock)  # all but a few tokens of it are here already
                 return
-        if not self._max_bytes or (n_bytes := context.state_bytes) > self._max_bytes:
+        if not self.max_bytes or (n_bytes := context.state_bytes) > self.max_bytes:
             return
         for entry in self._of(context):
             # What a longer one begins with need not be kept, unless a memory that cannot be cut would need just that.
@@ -170,15 +161,14 @@ class PrefixCache:
             state = context.export_state()
         except (EngineError, MemoryError):
             return  # then it will be read again: no reason for the request at hand to fail
-        self._entries.append(CachedContext(context, held, state, next(self._clock)))
-        self.n_bytes += state.n_bytes
+        self.entries.append(CachedContext(context, held, state, next(self._clock)))
         self.stored += 1
 
     def would_keep(self, context: Context) -> bool:
         """Whether ``put_aside`` can keep what a context holds, or there is nothing to speak of."""
         if len(context.tokens) < MIN_TOKENS:
             return True
-        return context.model.capabilities.saves_state and context.state_bytes <= self._max_bytes
+        return context.model.capabilities.saves_state and context.state_bytes <= self.max_bytes
 
     def empty(self, context: Context) -> None:
         """Put aside what a context holds, and have it hold nothing."""
@@ -242,24 +232,17 @@ class PrefixCache:
             self._batches.pop(each, None)
 
     def clear(self) -> None:
-        self._entries.clear()
+        self.entries.clear()
         self._drafted.clear()
-        self.n_bytes = 0
 
     def info(self) -> dict[str, int]:
-        return {
-            "entries": len(self._entries),
-            "bytes": self.n_bytes,
-            "max_bytes": self._max_bytes,
-            "hits": self.hits,
-            "restored": self.restored,
-            "stored": self.stored,
-            "evictions": self.evictions,
-        }
+        counts = ("max_bytes", "hits", "restored", "stored", "evictions")
+        kept = {"entries": len(self.entries), "bytes": sum(entry.state.n_bytes for entry in self.entries)}
+        return kept | {name: getattr(self, name) for name in counts}
 
     def _make_room(self, n_bytes: int) -> None:
-        while self._entries and self.n_bytes + n_bytes > self._max_bytes:
-            self._remove(min(self._entries, key=lambda entry: entry.used))
+        while self.entries and n_bytes + sum(entry.state.n_bytes for entry in self.entries) > self.max_bytes:
+            self._remove(min(self.entries, key=lambda entry: entry.used))
             self.evictions += 1
 
     def _alike(self, context: Context) -> list[Context]:
@@ -268,12 +251,11 @@ class PrefixCache:
         return [context] if batch is None else [batch[i] for i in range(batch.n_sequences)]
 
     def _of(self, context: Context) -> list[CachedContext]:
-        alike = self._alike(context) if context in self._batches else [context]
-        return [entry for entry in self._entries if entry.context in alike]
+        alike = self._alike(context)
+        return [entry for entry in self.entries if entry.context in alike]
 
     def _remove(self, entry: CachedContext) -> None:
-        self._entries = [each for each in self._entries if each is not entry]
-        self.n_bytes = sum(each.state.n_bytes for each in self._entries)
+        self.entries = [each for each in self.entries if each is not entry]
 
 
 def usable(context: Context, tokens: Sequence[int], prompt: Sequence[int]) -> int:

@@ -190,16 +190,9 @@ class Reply:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of ``generate --format json``."""
-        return {
-            "text": self.text,
-            **({"thinking": self.thinking} if self.thinking else {}),
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "model": self.model,
-            "draft": self.draft,
-            "backend": self.backend,
-            "stats": self.stats.as_dict(),
-        }
+        names = ("text", "thinking", "token_ids", "finish_reason", "model", "draft", "backend")
+        values = {name: getattr(self, name) for name in names if name != "thinking" or self.thinking}
+        return values | {"stats": self.stats.as_dict()}
 
 
 class _Stream:

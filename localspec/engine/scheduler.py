@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
+from operator import mul
 
 from localspec.backends.base import ContextState, Forward, Piece, SequenceBatch, joined, shared_prefix
 from localspec.controllers.auto import MAX_DRAFT
@@ -93,13 +94,8 @@ class Slot:
     def reaches(self) -> list[float]:
         """For each draft token that may be left out, how likely it and those before it are accepted."""
         rows = self.next_pass
-        reaches: list[float] = []
-        reach = 1.0
-        for i, token in enumerate(rows.draft or ()):
-            reach *= token.expected
-            if 1 + i >= rows.n_needed:
-                reaches.append(reach)
-        return reaches
+        reaches = accumulate((token.expected for token in rows.draft or ()), mul)
+        return list(reaches)[max(0, rows.n_needed - 1) :]
 
 
 class SharedMemory:
@@ -175,7 +171,7 @@ class SharedMemory:
             return True
         n = one.n_tokens  # more is reserved than before for an answer that has outgrown it
         n = one.needs if one.needs >= n + SLACK else min(n + RESERVED, self.batch.n_ctx)
-        growth = sum(max(each.needs - self.held(each), SLACK) for each in there)
+        growth = sum(max(each.needs - self.batch[each.sequence].n_past, SLACK) for each in there)
         sequences, cells = [each.sequence for each in there], self.batch.cells
         if cells.n_held(sequences) + growth + n <= self.batch.n_cells:
             return True
@@ -183,9 +179,6 @@ class SharedMemory:
         best = self.batch[self._best_for(prompt)] if one.making is None else None
         shared = None if best is None else self._cache.shareable(best, prompt)
         return shared is not None and (cells.n_held(sequences, *shared) + growth + n - shared[1] <= self.batch.n_cells)
-
-    def held(self, slot: Slot) -> int:
-        return self.batch[slot.sequence].n_past
 
     def make_room_for(self, prompt: Sequence[int], sequence: int) -> None:
         """Have room for a prompt in the sequence taken for it; what it can begin with stays, if it can."""
@@ -257,7 +250,7 @@ class SharedMemory:
         capabilities = self.batch.model.capabilities
         if capabilities.batches and not capabilities.own_cells:
             return self.batch.n_cells - self.batch.free_cells
-        return sum(self.held(slot) for slot in slots) // max(1, len(slots))
+        return sum(self.batch[slot.sequence].n_past for slot in slots) // max(1, len(slots))
 
 
 class Scheduler:
@@ -493,7 +486,7 @@ class Scheduler:
         if not n_prompt:
             self._memory.passes.observe(width, ms, self._memory.cells([slot for slot, _ in pieces]))
             if len(pieces) == 1:
-                self._pair.times.n_past = self._memory.held(pieces[0][0])
+                self._pair.times.n_past = self._memory.batch[pieces[0][0].sequence].n_past
                 self._pair.times.observe(width, ms)
 
 

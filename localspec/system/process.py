@@ -204,7 +204,6 @@ class SharedLock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._n_sharing = self._n_alone = 0
-        self._is_alone = False
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -222,19 +221,11 @@ class SharedLock:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Hold it alone, once all others have let it go."""
-        with self._changed:
+        with self._changed:  # all the time, but for the wait
             self._n_alone += 1
             try:
-                self._changed.wait_for(lambda: not (self._n_sharing or self._is_alone))
-            except BaseException:
+                self._changed.wait_for(lambda: not self._n_sharing)
+                yield
+            finally:
                 self._n_alone -= 1
-                self._changed.notify_all()
-                raise
-            self._is_alone = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._n_alone -= 1
-                self._is_alone = False
                 self._changed.notify_all()

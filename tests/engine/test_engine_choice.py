@@ -18,9 +18,9 @@ from localspec.engine.loading import (
     ENGINES,
     EngineTimes,
     compared,
+    comparing_engines,
     compiled_gain,
     compiled_offer_once,
-    engines_comparing,
     forget,
     ordered,
 )
@@ -82,7 +82,7 @@ def compare(path: Path, patch: pytest.MonkeyPatch, slower: float, machine: Machi
     """Compare the engines of which the other is so many times as slow as the usual one."""
     machine = (machine or Machine(lambda n, width: 1.0)).installed(patch)
     one, two = (Engine(name, path, machine, rate) for name, rate in ((USUAL, 1.0), (OTHER, slower)))
-    exhaust(engines_comparing(192, OPTIONS)(one, two))  # type: ignore[arg-type]
+    exhaust(comparing_engines(192, OPTIONS, one, two))  # type: ignore[arg-type]
     return compared(path, OPTIONS)
 
 

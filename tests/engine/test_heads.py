@@ -101,7 +101,7 @@ def test_other_conversations_are_brought_back_to_a_context_that_was_replaced(tin
         llm.set_draft(["head", "ngram"])
         assert [says(llm, text) for text in texts] == plain
         assert llm.cache_info()["entries"] > 0
-        contexts = llm.run(lambda pair: {entry.context for entry in pair.prefix_cache._entries})
+        contexts = llm.run(lambda pair: {entry.context for entry in pair.prefix_cache.entries})
         assert contexts == {llm.run(lambda pair: pair.context)}  # nothing of heads is put aside
 
 
