@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -114,9 +114,8 @@ def need(sizes: Sizes, n_ctx: int, kv_type: str, backend: str, *, contexts: int 
 # The context where none is asked for.
 #
 # Engines write to all of a context when they make it, so that its memory is taken, and the time for that spent, even if
-# nobody uses it; the time of a token does not depend on it. Measured with Qwen2.5-Coder-1.5B at f16 on two cores of a
-# virtual machine (ik-llama / llama-cpp): 8,192 tokens take 0.27 GB and 0.7 / 0.15 s, 32,768 take 0.97 GB and 2.7 /
-# 2.2 s, nearly all of it the first touch of the memory; passes over 1 and 4 tokens took 0.97 to 1.04 times as long.
+# nobody uses it (1.5B at f16 on two cores: 32,768 tokens take 0.97 GB and 2.7 s); the time of a token does not depend
+# on it.
 
 USUAL_CTX = 8192
 """Up to so many tokens a context may take what is free but for a tenth; beyond, half of what is free beside weights."""
@@ -235,9 +234,17 @@ def read_sizes(path: Path) -> Sizes | None:
         return None
 
 
-def context_of(target: Model, draft: Sequence[str], options: LoadOptions, free: int, parallel: int) -> ContextChoice:
-    """The context size of a loaded target where none is asked for; ``free``: memory before it was loaded [bytes],
-    ``parallel``: most answers at a time."""
+def context_of(
+    target: Model, draft: Sequence[str], options: LoadOptions, free: int, warn: Callable[[str], None]
+) -> ContextChoice:
+    """The context size of a loaded target; ``free``: memory before it was loaded [bytes]."""
+    if options.n_ctx is not None:
+        if 0 < target.n_ctx_train < options.n_ctx:
+            warn(
+                f"--ctx {options.n_ctx} exceeds the {target.n_ctx_train} tokens this model was trained for; "
+                "answers far into the context may degrade"
+            )
+        return ContextChoice(options.n_ctx, "as asked for")
     usual = min(USUAL_CTX, target.n_ctx_train or USUAL_CTX)
     if options.placement:
         return ContextChoice(usual, "the usual where weights are placed by hand; --ctx N takes more")
@@ -252,7 +259,7 @@ def context_of(target: Model, draft: Sequence[str], options: LoadOptions, free: 
             (models if is_model else heads).append(Load(found, gpu_share=float(share > 0)))
     gpus = [] if device == "cpu" else gpus_of(target.backend)
     space = Space.beside(free, gpus, round(share * sizes.n_bytes))
-    loads = loads_for(Load(sizes, gpu_share=share), models, heads, parallel)
+    loads = loads_for(Load(sizes, gpu_share=share), models, heads, most_answers(options))
     kv_type = options.kv_cache_type
     return choose_context(loads, kv_type, target.backend, space, target.n_ctx_train, on_gpu=device == "gpu")
 
@@ -334,6 +341,10 @@ N_CONTEXTS = FULL_CONTEXTS + 1
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free, what they may take: drafts and buffers come after them."""
+
+
+def most_answers(options: LoadOptions) -> int:
+    return MOST if options.parallel == "auto" else int(options.parallel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from localspec.controllers.calibration import WHOLE, PassKind, calibrating, curv
 from localspec.controllers.cost_model import PassTimes
 from localspec.controllers.learned import AcceptanceStore
 from localspec.engine.drafts import DraftMaker
-from localspec.engine.fit import MOST, ContextChoice, context_of, layers_for, open_memory
+from localspec.engine.fit import context_of, layers_for, most_answers, open_memory
 from localspec.engine.loading import Loader, Remarks, Report, compared, comparing_engines, giving_way
 from localspec.engine.options import LoadOptions
 from localspec.engine.prefix_cache import PrefixCache
@@ -89,7 +89,7 @@ def prepare_draft(pair: Pair, draft: DraftModel) -> None:
         def choosing(stopped: Stopped) -> Steps[None]:
             report = giving_way(stopped)
             if (yield from pair.loader.choosing(draft.path, draft.model, pair.state, report)):
-                pair.reload_drafts(report, renew=draft)
+                pair.set_draft(pair.draft_specs, report, renew=draft)
 
         pair.when_idle("draft copy", choosing)
 
@@ -108,7 +108,8 @@ def _checking(pair: Pair, draft: DraftModel) -> Steps[None]:
             f"{model.engine} computes the draft {model.path.name} wrongly in batches: it is not drafted with now; the "
             "next start finds another way"
         )
-        pair.reload_drafts(lambda what, fraction: None, drop=draft)
+        others = [spec for spec in pair.draft_specs if spec != draft.spec]
+        pair.set_draft(others, lambda what, fraction: None)
 
 
 def prepare_corpora(pair: Pair, drafters: Sequence[Drafter]) -> None:
@@ -207,7 +208,7 @@ class Pair:
             self.encoder = PromptEncoder(
                 self.target, ChatTemplate.for_vocab(self.target.chat_template, self.target.vocab)
             )
-            self.context_choice = self._context_choice(draft, free)
+            self.context_choice = context_of(self.target, draft, self.options, free, self.warnings.append)
             n_ctx = self.context_choice.n_ctx
             times = self.loader.times(self.target, n_ctx, report)
             opened = open_memory(self.options, self.target, times, n_ctx, report)
@@ -237,17 +238,13 @@ class Pair:
         """Layers of the target for a GPU where none were asked for; what is chosen counts as asked for from then on."""
         if engine != "llama-cpp" or self.options.placement or self.options.n_gpu_layers is not None:
             return None
-        n = layers_for(path, draft, self.options, self._most_answers)
+        n = layers_for(path, draft, self.options, most_answers(self.options))
         if n is not None:
             self.options = self.loader.options = replace(self.options, n_gpu_layers=n)
             self.warnings.append(
                 f"{n} layers go to the GPU, more do not fit into its free memory; --gpu-layers overrides"
             )
         return n
-
-    @property
-    def _most_answers(self) -> int:
-        return MOST if self.options.parallel == "auto" else int(self.options.parallel)
 
     def _all_text_contexts(self) -> list[Context]:
         """Those of all answers that there may be at a time."""
@@ -257,18 +254,6 @@ class Pair:
         for draft in state.models:
             contexts += draft.memory.contexts if draft.drafter.info.reads_text else ()
         return contexts
-
-    def _context_choice(self, draft: Sequence[str], free: int) -> ContextChoice:
-        """The context size; ``free`` is memory before the target was loaded [bytes]."""
-        trained, n_ctx = self.target.n_ctx_train, self.options.n_ctx
-        if n_ctx is None:
-            return context_of(self.target, draft, self.options, free, self._most_answers)
-        if trained and n_ctx > trained:
-            self.warnings.append(
-                f"--ctx {n_ctx} exceeds the {trained} tokens this model was trained for; "
-                "answers far into the context may degrade"
-            )
-        return ContextChoice(n_ctx, "as asked for")
 
     # -- what it decodes with ------------------------------------------------------------------------------------
 
@@ -326,11 +311,6 @@ class Pair:
             for draft in after.models:
                 prepare_draft(self, draft)
             prepare_corpora(self, after.free)
-
-    def reload_drafts(self, report: Report, *, drop: DraftModel | None = None, renew: DraftModel | None = None) -> None:
-        """Load the drafters in use anew: without ``drop``, and with ``renew`` read again from its file."""
-        dropped = "" if drop is None else drop.spec
-        self.set_draft([spec for spec in self.draft_specs if spec != dropped], report, renew=renew)
 
     def recalibrate(self, report: Report) -> None:
         """Measure the passes of target and draft models anew."""

@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from functools import lru_cache
-from types import TracebackType
 from typing import Self, TextIO
 
 from localspec.errors import UsageError
@@ -120,9 +119,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.clear()
 
     def report(self, what: str, fraction: float | None) -> None:
