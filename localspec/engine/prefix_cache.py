@@ -251,7 +251,7 @@ class PrefixCache:
         return [context] if batch is None else [batch[i] for i in range(batch.n_sequences)]
 
     def _of(self, context: Context) -> list[CachedContext]:
-        alike = self._alike(context)
+        alike = self._alike(context) if context in self._batches else [context]
         return [entry for entry in self.entries if entry.context in alike]
 
     def _remove(self, entry: CachedContext) -> None:
