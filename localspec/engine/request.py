@@ -242,7 +242,7 @@ class RoundStream(_Stream, Iterator[Round]):
 
     @property
     def reply(self) -> Reply:
-        """The answer, once the stream has ended; ``LocalspecError``: the request failed."""
+        """The answer; waits for the end of the stream. ``LocalspecError``: the request failed."""
         for _ in self.steps():
             pass
         return self._job.reply()  # type: ignore[no-any-return] # what the job returned
@@ -298,7 +298,7 @@ class AsyncRoundStream(_Stream, AsyncIterator[Round]):
         return None
 
     async def reply(self) -> Reply:
-        """The answer, once the stream has ended; ``LocalspecError``: the request failed."""
+        """The answer; waits for the end of the stream. ``LocalspecError``: the request failed."""
         while await self._step() is not None:
             pass
         return self._job.reply()  # type: ignore[no-any-return] # what the job returned
