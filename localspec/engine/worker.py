@@ -91,10 +91,6 @@ class IdleWork:
         with self._lock:
             self._entries = [entry for entry in self._entries if entry.priority not in priorities]
 
-    def clear(self) -> None:
-        with self._lock:
-            self._entries = []
-
     def renew(self, *, after_job: bool = False) -> None:
         """Ask every task again, as there may be new work."""
         now = time.monotonic()
@@ -553,7 +549,7 @@ class Worker:
             else:
                 with self.turns.one():
                     self.idle.step(lambda: self.queue.is_urgent)
-        self.idle.clear()
+        self.idle = IdleWork(None)
         with ExitStack() as ending:  # each of them, whatever another raises
             for last in reversed(self._last):
                 ending.callback(last)
