@@ -88,11 +88,10 @@ class DraftModel:
     drafter: Drafter
     passes: PassKind
     free_weights: Callable[[], None]
+    context: Context = field(init=False)
 
-    @property
-    def context(self) -> Context:
-        """Its memory; where several answers share passes, that of the first."""
-        return self.memory.contexts[0]
+    def __post_init__(self) -> None:
+        self.context = self.memory.contexts[0]  # where several answers share passes, that of the first
 
     @property
     def source(self) -> str:
