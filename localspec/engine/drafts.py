@@ -52,7 +52,7 @@ from localspec.spec_decode.drafters.names import (
     source_of,
 )
 from localspec.spec_decode.drafters.other_vocabulary import MappedTokensDrafter, OtherVocabularyDrafter
-from localspec.spec_decode.drafters.pard import PardDrafter, checked_mask, file_and_mask, mask_token
+from localspec.spec_decode.drafters.pard import PardDrafter, file_and_mask, mask_token
 from localspec.system.files import JsonStore, home, is_same_file
 from localspec.system.steps import exhaust
 
@@ -266,8 +266,7 @@ class DraftMaker:
     def _draft_model(self, name: str, path: Path, source: str, any_vocabulary: bool) -> DraftModel:
         known, spec = self._known(path, is_draft_model=True), str(path)
         kind, _, rest = name.partition(":")
-        token = file_and_mask(rest)[1] if kind == PARD else None
-        mask = mask_token(path, named=kind == PARD) if token is None else checked_mask(path, token)
+        mask = mask_token(path, named=True, token=file_and_mask(rest)[1]) if kind == PARD else mask_token(path)
         if mask is not None:
             any_vocabulary, spec = False, f"{PARD}:{path}:{mask}"
         if known is not None and (mask is None or not known.drafter.info.own_tokens):
