@@ -5,7 +5,7 @@
     python -m benchmarks.ablations --branches 40
     python -m benchmarks.ablations --shared-steps
 
-TRACES come from ``record_traces.py --head``, one file a temperature. Each answer is replayed with the costs of six
+TRACES come from ``record_traces.py --head``, one file a temperature. Each answer is replayed with the costs of several
 machines (``MACHINES``) under conditions (``CONDITIONS``): a machine that is as calibrated, one that keeps what it
 learned from answer to answer, one beside another program, and one whose further rows cost more than was calibrated. An
 arm (``ARMS``) is the full controller with one thing replaced, in this file: nothing in ``localspec`` knows of it. All
@@ -97,6 +97,10 @@ MACHINES: dict[str, tuple[Times, Times]] = {
     "1.5B, C": ({1: 23.1, 2: 24.9, 3: 36, 4: 44.3, 5: 50.5, 6: 56.1, 7: 62.3, 8: 66.5, 16: 124.8}, _SMALL_DRAFT_ON_C),
     "3B, C": ({1: 44.9, 2: 49.9, 3: 69.4, 4: 86.3, 5: 97.9, 6: 106.5, 7: 122.3, 8: 128, 16: 237.7}, _SMALL_DRAFT_ON_C),
     "7B, C": ({1: 97, 2: 122, 3: 185, 4: 222, 5: 254, 6: 284, 7: 314, 8: 343, 16: 591}, _DRAFT_ON_C),
+    "30B A3B, C": (
+        {1: 42.5, 2: 66.5, 3: 80.8, 4: 93.6, 5: 113, 6: 132, 7: 158, 8: 170, 10: 208, 12: 238, 16: 307},
+        _DRAFT_ON_C,
+    ),
     "7B, C, compiled": ({1: 101, 2: 117, 3: 168, 4: 199, 5: 225, 6: 253, 7: 277, 8: 286, 16: 483}, _DRAFT_ON_C),
 }
 """t(w) of target and draft model [ms]. A and B: two cores with AVX2 and AVX-512, measured. desktop: six cores, 12.9
@@ -105,7 +109,9 @@ and so is that this takes 0.23 of the target's time, which is its size over that
 and t(8) measured with an inflated 1.5B on two cores with AVX-512, the rest interpolated; a draft token is put at a
 tenth of its pass. With fast memory: all measured so on another such machine, where reading the weights takes less time.
 With cheap rows: what a further row costs in an engine that was compiled for the CPU. C: as measured there on
-26 November, with ik-llama's wheel and compiled. A head's costs are ``HEAD_SHARES`` of the target's pass everywhere.
+26 November, with ik-llama's wheel and compiled. 30B A3B: a mixture of 128 experts, 8 of them used, with random weights
+in Qwen3 30B's shape (``random_ggufs.py --time``), of which further rows read further experts. A head's costs are
+``HEAD_SHARES`` of the target's pass everywhere.
 All draft tokens are those of the 1.5B with its 0.5B and its head."""
 
 
