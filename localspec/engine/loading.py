@@ -156,14 +156,18 @@ def comparing_engines(n_ctx: int, options: LoadOptions, model: Model, other: Mod
         yield from in_turns(timers)
         for each, timed in zip(both, timers, strict=True):
             curves().put(curve_key(each, options.kv_cache_type), timed.times())
-        today, pairs = date.today(), list(zip(both, timers, strict=True))
-        found = EngineTimes(
-            f"{today.day} {today:%b %Y}",
-            {each.backend: round(nominal_ms(timed.times()), 1) for each, timed in pairs},
-            {each.backend: [round(nominal_ms(times), 1) for times in timed.quiet_rounds()] for each, timed in pairs},
-            max(timed.times().others_share for timed in timers),
-        )
-    _store().put(_key(model.path, replace(options, n_threads=model.n_threads)), asdict(found))
+        remember(both, timers, options)
+
+
+def remember(models: Sequence[Model], timers: Sequence[Timer], options: LoadOptions) -> None:
+    today, pairs = date.today(), list(zip(models, timers, strict=True))
+    found = EngineTimes(
+        f"{today.day} {today:%b %Y}",
+        {model.backend: round(nominal_ms(timed.times()), 1) for model, timed in pairs},
+        {model.backend: [round(nominal_ms(each), 1) for each in timed.quiet_rounds()] for model, timed in pairs},
+        max(timed.times().others_share for timed in timers),
+    )
+    _store().put(_key(models[0].path, replace(options, n_threads=models[0].n_threads)), asdict(found))
 
 
 def compared(path: Path, options: LoadOptions) -> EngineTimes | None:

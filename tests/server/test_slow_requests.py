@@ -87,7 +87,7 @@ KEPT = {"input": SLOW, "max_output_tokens": 1}
         (Model, "tokenize", lambda model, text, **_: SLOW in text, LONG, MANY, MANY),
         (SandboxedTemplate, "run", lambda template, variables: SLOW in str(variables["messages"]), LONG, MANY, MANY),
         (bodies, "parse", lambda body: SLOW.encode() in body, LARGE, MANY, bodies.N_LARGE),
-        (structured, "_check", lambda text, _: SLOW in text, FORMED, 1, 1),
+        (structured, "_checked", lambda text, _: SLOW in text, FORMED, 1, 1),
         (ResponseStore, "put", lambda store, name, stored: SLOW in str(stored), KEPT, 1, 1),
     ],
     ids=["tokens", "template", "large body", "grammar", "what was said before"],

@@ -18,7 +18,7 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward, Piece, SequenceBatch
-from localspec.backends.llama import model as model_module
+from localspec.backends.llama import rollback
 from localspec.backends.llama.model import LlamaContext
 from localspec.backends.reference import ReferenceContext
 from localspec.commands.options import Watch
@@ -268,7 +268,7 @@ def never(owner: Any, name: str) -> Patch:
 rows_left_in_the_engine = never(LlamaContext, "_truncate")
 state_not_put_back = never(LlamaContext, "_import")
 branch_kept_wrongly = never(ReferenceContext, "_keep")
-checkpoint_not_restored = never(model_module, "restore_recurrent")
+checkpoint_not_restored = never(rollback, "restore")
 
 
 @pytest.mark.parametrize(
