@@ -725,7 +725,7 @@ class SequenceBatch(_Closable):
             return self._decode(pieces)
         except BaseException:
             for context, n in zip(contexts, before, strict=True):
-                context._cut(n)
+                context._cut(min(n, context.n_past))  # which may have lost its memory
             raise
 
     def copy_prefix(self, source: int, target: int, n: int) -> None:
@@ -759,9 +759,10 @@ class SequenceBatch(_Closable):
 
     def close(self) -> None:
         if not self._closed:
+            self._closed = True  # the memory goes as a whole: no sequence is taken out of it first
             for context in self._sequences:
                 context.close()
-        super().close()
+            self._close()
 
     @abstractmethod
     def _decode(self, pieces: Sequence[Piece]) -> list[Forward]:

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -411,10 +410,17 @@ def _examined(library: Path, model: Path) -> _Examined:
     """Raises EngineUnavailable where the library does not load, or ends the process."""
     spawning, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     with ProcessPoolExecutor(1, spawning, signal.signal, ignored) as pool:
+        child: psutil.Process | None = None
         try:
+            child = psutil.Process(pool.submit(os.getpid).result())
             return pool.submit(_examine, library, model).result()
-        except (LocalspecError, OSError, BrokenProcessPool) as error:
+        except Exception as error:
             raise EngineUnavailable(f"{library} does not run {model.name} here: {error}") from None
+        except BaseException:  # Ctrl-C, which else would wait for the child's end
+            if child is not None:
+                with suppress(psutil.Error):
+                    child.kill()
+            raise
 
 
 def _examine(library: Path, path: Path) -> _Examined:

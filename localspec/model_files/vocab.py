@@ -47,9 +47,8 @@ class Vocab:
     unk: int | None = None
     pad: int | None = None
     eog: frozenset[int] = frozenset()  # ids that end a generation
-    fim: Mapping[str, int] = MappingProxyType(
-        {}
-    )  # by ``fim_`` and ``pre``, ``suf``, ``mid``, ``pad``, ``rep``, ``sep``
+    # Ids of fill-in-the-middle tokens, by ``fim_`` and ``pre``, ``suf``, ``mid``, ``pad``, ``rep``, ``sep``.
+    fim: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, tokens: StringArray, types: npt.NDArray[np.int32], kind: str, pre: str = "") -> None:
         self._tokens = tokens

@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localspec.backends import native_build
@@ -164,6 +166,23 @@ def test_an_interrupted_build_goes_on_and_is_not_used_before(machine: Machine) -
     machine.busy.unlink()
     assert "going on with the build" in engine_command("build", "--force", "--idle")
     assert ik_llama.compiled_library() is not None
+
+
+def test_ctrl_c_does_not_wait_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "_examine", signal.sigtimedwait)  # stands for minutes of passes
+
+    def press() -> None:
+        until = time.monotonic() + 30
+        while not psutil.Process().children() and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(2.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    started = time.monotonic()
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        native_build._examined([signal.SIGUSR1], 60)  # type: ignore[arg-type]
+    assert time.monotonic() - started < 45
 
 
 def test_a_compiler_that_fails_is_one_line_and_nothing_is_used(machine: Machine) -> None:

@@ -177,6 +177,43 @@ def test_closing_a_batch_closes_its_sequences(model: Model) -> None:
             use()
 
 
+def test_closing_a_batch_takes_nothing_out_of_its_memory_first(
+    model: Model, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be that of a device that is gone."""
+    if not isinstance(batch, LlamaSequences):
+        pytest.skip("each sequence has a memory of its own")
+    batch.decode([Piece(0, [5, 6]), Piece(1, [7])])
+    monkeypatch.setattr(type(batch[0]), "empty", lambda self: pytest.fail("a sequence was taken out"))
+    batch.close()
+    assert batch.passes.handle == 0
+
+
+def test_a_pass_whose_rollback_fails_too_fails_as_that_says(
+    reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one over a recurrent memory does, which then is empty, when its device goes away."""
+    with reference.load(tiny.quick.target) as model, model.new_batch(2, 64) as batch:
+        batch.decode([Piece(0, [5, 6, 7]), Piece(1, [5, 6])])
+        first = batch[0]
+
+        def fails(*_: object) -> None:
+            raise EngineError("the pass failed")
+
+        def loses(n: int) -> None:
+            assert n <= first.n_past, "it is asked to go back to what it does not have"
+            if n:
+                first._forget()
+                raise EngineError("so did going back")
+
+        monkeypatch.setattr(first, "_decode", fails)
+        monkeypatch.setattr(first, "_truncate", loses)
+        with pytest.raises(EngineError, match="so did going back"):
+            batch.decode([Piece(1, [7]), Piece(0, [8])])
+        assert [batch[i].tokens for i in range(2)] == [[], [5, 6]]
+        assert batch.free_cells == 62
+
+
 def test_llama_engines_feed_them_in_one_pass_and_others_in_turns(
     backend: Backend, model: Model, batch: SequenceBatch
 ) -> None:

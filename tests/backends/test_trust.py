@@ -21,6 +21,7 @@ from localspec.backends.llama import ik_llama
 from localspec.backends.llama.ik_llama import IkLlamaBinding
 from localspec.backends.llama.model import LlamaContext, LlamaSequences
 from localspec.backends.llama.rollback import LeafSequences
+from localspec.backends.reference import ReferenceContext
 from localspec.controllers.calibration import curve_key
 from localspec.errors import Cancelled, EngineError, LocalspecError, UnsupportedModel, UsageError
 from localspec.model_files.gguf import GGUFFile, fingerprint
@@ -177,6 +178,47 @@ def test_sound_engines_pass(fast_backend: Backend, tiny: TinyFiles) -> None:
         assert trust.check_branches(model).mean_kl < trust.MAX_KL / 3
         assert trust.check_restored(model).mean_kl < 1e-6
         assert trust.check_restored(model, "several").mean_kl < 1e-3
+
+
+def test_no_row_is_looked_at_once_its_context_is_closed(
+    reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, rows = ReferenceContext.decode, list[Any]()
+
+    def noting(context: ReferenceContext, *given: Any) -> Forward:
+        forward = decode(context, *given)
+        rows.append(forward.logits)
+        return forward
+
+    def close(context: ReferenceContext) -> None:
+        for each in rows:
+            each[:] = np.nan
+
+    monkeypatch.setattr(ReferenceContext, "decode", noting)
+    monkeypatch.setattr(ReferenceContext, "_close", close)
+    with reference.load(tiny.quick.target) as model:
+        assert trust.check_model(model).mean_kl < 1e-6
+
+
+def test_one_context_beside_the_model_is_enough_for_the_check_of_a_batch(
+    reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds room for logits, of which a GPU that is nearly full has little."""
+    opened, most = list[Any](), list[int]()
+
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*given: Any, **options: Any) -> Any:
+            opened.append(make(*given, **options))
+            most.append(sum(not each.closed for each in opened))
+            return opened[-1]
+
+        return made
+
+    with reference.load(tiny.quick.target) as model:
+        for name in ("new_batch", "new_context"):
+            monkeypatch.setattr(model, name, noting(getattr(model, name)))
+        assert trust.check_batch(model).mean_kl < 1e-6
+    assert max(most) == 1
 
 
 def test_a_file_is_checked_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,9 @@ def _defer_mlx_lm() -> None:
     if "mlx_lm" in sys.modules:
         return
     spec = find_spec("mlx_lm")
-    assert spec is not None
-    loader = spec.loader
-    assert loader is not None
+    loader = spec and spec.loader
+    if spec is None or loader is None:  # its record is there, but not the package
+        raise EngineUnavailable("mlx-lm is not installed; install it with: pip install 'localspec[mlx]'")
     package = module_from_spec(spec)
 
     def load_then_get(name: str) -> Any:

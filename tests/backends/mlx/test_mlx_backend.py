@@ -297,6 +297,11 @@ def test_where_it_is_not_it_says_so(tiny: TinyFiles, monkeypatch: pytest.MonkeyP
     if not mlx.binding().gpu:
         with pytest.raises(EngineUnavailable, match="no GPU here"):
             mlx.load(tiny.spm, n_gpu_layers=5)
+    with monkeypatch.context() as patch:  # of which only the record is left
+        patch.delitem(sys.modules, "mlx_lm", raising=False)
+        patch.setattr("localspec.backends.mlx.library.find_spec", lambda name: None)
+        with pytest.raises(EngineUnavailable, match=r"mlx-lm is not installed; install it with: pip install"):
+            MLXLibrary()
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(EngineUnavailable, match=r"mlx-lm is not installed; install it with: pip install"):
         MLXLibrary()
