@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -408,8 +409,7 @@ class _Examined(NamedTuple):
 
 def _examined(library: Path, model: Path) -> _Examined:
     """Raises EngineUnavailable where the library does not load, or ends the process."""
-    spawning, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    with ProcessPoolExecutor(1, spawning, signal.signal, ignored) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _follow_parent) as pool:
         child: psutil.Process | None = None
         try:
             child = psutil.Process(pool.submit(os.getpid).result())
@@ -421,6 +421,19 @@ def _examined(library: Path, model: Path) -> _Examined:
                 with suppress(psutil.Error):
                     child.kill()
             raise
+
+
+def _follow_parent() -> None:
+    """Leave Ctrl-C to the parent, and end with it, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _examine(library: Path, path: Path) -> _Examined:

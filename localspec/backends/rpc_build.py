@@ -73,7 +73,10 @@ def main() -> int:
         if not path.is_file():
             with tempfile.TemporaryDirectory(prefix="localspec-rpc-") as name:
                 path = build(args.source or fetch_source(Path(name)))
-    except (ImportError, EngineUnavailable) as error:
+    except ImportError as error:
+        print(f"llama-cpp-python is not installed: {error}", file=sys.stderr)
+        return 1
+    except EngineUnavailable as error:
         print(error, file=sys.stderr)
         return 1
     print(path)

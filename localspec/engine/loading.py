@@ -25,6 +25,7 @@ from localspec.controllers.calibration import (
     WHOLE,
     WIDE,
     PassKind,
+    Timer,
     calibrating,
     calibrating_quickly,
     curve_key,

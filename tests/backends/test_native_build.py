@@ -185,6 +185,22 @@ def test_ctrl_c_does_not_wait_for_a_comparison(monkeypatch: pytest.MonkeyPatch) 
     assert time.monotonic() - started < 45
 
 
+def test_a_comparison_ends_with_the_program_that_began_it() -> None:
+    code = (
+        "import signal\nfrom localspec.backends import native_build\nnative_build._examine = signal.sigtimedwait\n"
+        "native_build._examined([signal.SIGUSR1], 20)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        until = time.monotonic() + 30
+        while len(children := psutil.Process(process.pid).children()) < 2:  # one keeps what they share
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(2.0)
+        process.kill()
+    _, left = psutil.wait_procs(children, timeout=30)
+    assert left == []
+
+
 def test_a_compiler_that_fails_is_one_line_and_nothing_is_used(machine: Machine) -> None:
     machine.broken.touch()
     for n in (1, 2):  # the second begins anew, as half a file may be what it fails on

@@ -60,7 +60,7 @@ def _defer_mlx_lm() -> None:
     if "mlx_lm" in sys.modules:
         return
     spec = find_spec("mlx_lm")
-    loader = spec and spec.loader
+    loader = spec.loader if spec is not None else None
     if spec is None or loader is None:  # its record is there, but not the package
         raise EngineUnavailable("mlx-lm is not installed; install it with: pip install 'localspec[mlx]'")
     package = module_from_spec(spec)
