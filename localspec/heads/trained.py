@@ -170,9 +170,13 @@ def load_head(
     model: Model = engine_module(backend).load(place, n_threads=n_threads, n_gpu_layers=n_gpu_layers)
     try:
         head = Head(path, target, model)
-        check_alike(model, path, place.name, n_gpu_layers, lambda: _disagreement(head), say)
     except BaseException:
         model.close()
+        raise
+    try:
+        check_alike(model, path, place.name, n_gpu_layers, lambda: _disagreement(head), say)
+    except BaseException:
+        head.close()
         raise
     return head
 

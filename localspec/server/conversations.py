@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, StrictFloat, StrictInt, ValidationInfo
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -329,9 +329,9 @@ class StoredConversation(ConversationBody):
 
     format: Literal[1]
     id: str
-    revision: int
-    created: float
-    updated: float
+    revision: StrictInt
+    created: StrictFloat
+    updated: StrictFloat
     title: str
     system: str
     settings: dict[str, Any]

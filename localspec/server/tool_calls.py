@@ -502,20 +502,26 @@ class ArgumentType:
 
     @cached_property
     def _combined(self) -> list[Mapping[str, Any]]:
-        """The schemas that say something of a value: references followed, ``anyOf`` and the like taken apart."""
-        found, seen, left, nullable = list[Mapping[str, Any]](), set[int](), [self._schema], False
+        """The schemas that a value may follow: references followed, ``anyOf`` and the like taken apart."""
+        found, seen, nullable = list[Mapping[str, Any]](), set[int](), False
+        left = [(self._schema, True)]  # and whether one that says nothing allows everything: not where others apply too
         while left and len(seen) < MAX_SCHEMAS:
-            schema = left.pop()
-            if not isinstance(schema, Mapping) or id(schema) in seen:
+            schema, alone = left.pop()
+            if not isinstance(schema, Mapping):
+                found += [{}] if alone else []
+                continue
+            if id(schema) in seen:
                 continue
             seen.add(id(schema))
             nullable = nullable or schema.get("nullable") is True
-            if any(name in schema for name in _SAYING):
-                found.append(schema)
             parts = [self._referred(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
             for name in ("anyOf", "oneOf", "allOf"):
                 parts += schema[name][:MAX_SCHEMAS] if isinstance(schema.get(name), list) else []
-            left += reversed(parts)
+            says = any(name in schema for name in _SAYING)
+            if says or (alone and not parts):
+                found.append(schema)
+            alone = alone and not says and "allOf" not in schema
+            left += [(part, alone) for part in reversed(parts)]
         if nullable and found:
             found.append({"type": "null"})
         return [*found, {}] if left or not found else found

@@ -429,10 +429,13 @@ def test_an_engine_that_is_wrong_about_a_head_does_not_load_it(
     open_backend("llama-cpp")
     path, said = write_random_head(target, tmp_path / "head.gguf"), list[str]()
     monkeypatch.setattr(trained_module, "_disagreement", lambda head: 1.0)
+    closed, close = list[Head](), Head.close
+    monkeypatch.setattr(Head, "close", lambda head: (closed.append(head), close(head)))
     for _ in range(2):
         with pytest.raises(EngineMismatch, match=r"head\.gguf row by row and in one pass: KL 1 nats"):
             load_head(path, target, "llama-cpp", n_threads=1, say=said.append)
     assert sum("checking" in line for line in said) == 1  # what was found is known
+    assert len(closed) == 2  # with its matrices in ggml's memory, and the target's file
 
 
 @pytest.mark.parametrize(("n", "m", "k"), [(0, 32, 64), (1, 576, 1728), (2, 640, 640), (7, 33, 96), (64, 128, 384)])

@@ -163,7 +163,7 @@ DURATIONS = {
 
 def test_keep_alive_has_ollama_s_forms() -> None:
     assert {value: read_keep_alive(value) for value in DURATIONS} == pytest.approx(DURATIONS)
-    for value in ("forever", "", "5 m", "m", True, "1e9", [], "--5m", "1" * 1_000_000):
+    for value in ("forever", "", "5 m", "m", True, "1e9", [], "--5m", "1" * 1_000_000, "111s" * 24 + "x"):
         with pytest.raises(ValueError, match="no duration"):
             read_keep_alive(value)
 

@@ -180,6 +180,21 @@ def test_a_run_is_alone_and_force_begins_anew(target: Path, isolated_home: Path)
     assert old - shards_of(isolated_home).names
 
 
+def test_a_run_that_goes_on_says_what_it_learns_from(target: Path, isolated_home: Path) -> None:
+    """Where there are examples enough it writes none."""
+    stopped(target, lambda progress: progress.phase == "training", effort=BRIEF)
+    standings = list[RunProgress]()
+
+    def learns(progress: RunProgress) -> bool:
+        standings.append(progress)
+        return progress.phase == "training"
+
+    stopped(target, learns, effort=BRIEF, resume=True)
+    passages = shards_of(isolated_home).passages
+    assert "examples" not in [standing.phase for standing in standings]
+    assert (standings[-1].n_answers, standings[-1].n_places) == (len(passages), sum(map(len, passages)))
+
+
 def test_it_steps_aside_while_another_process_answers(
     target: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

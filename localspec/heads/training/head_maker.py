@@ -206,8 +206,10 @@ class HeadMaker:
             self._write(maker, finished)
         self._check_cancelled()
         self._shards.adopt_unfinished()
-        if not _suffice(self._shards.passages, _LEAST_PLACES):
-            n_places = sum(map(len, self._shards.passages))
+        passages, n_bytes = self._shards.passages, self._shards.n_bytes
+        n_places = sum(map(len, passages))
+        self._standing = replace(self._standing, n_answers=len(passages), n_places=n_places, n_bytes=n_bytes)
+        if not _suffice(passages, _LEAST_PLACES):
             raise RunError(
                 f"{n_places} tokens of examples are too few to learn from; go on with --resume and more --minutes"
             )
