@@ -746,6 +746,7 @@ class ToolCallReader:
                         break
                 if mark.each[0] and not begun:
                     raise NoCall
+                yield from source.spaces()
                 yield from self._item(mark)
                 if mark.each[1]:
                     yield from self._closed(*mark.each[1])
