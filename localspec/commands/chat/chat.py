@@ -132,7 +132,7 @@ def kept_chat(path: Path) -> KeptChat | None:
         text = saved.read(path, memory=False)[0]
         questions = [message["content"] for message in text["messages"] if message["role"] == "user"]
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-        first, file = shown_question(questions[0]), Path(text["notes"].get("file", ""))
+        first, file = shown_question(str(questions[0])), Path(text["notes"].get("file", ""))  # or a list of parts
         return KeptChat(path, when, first, len(questions), text["model"], file)
     except (SessionFileError, OSError, LookupError, TypeError, AttributeError):
         return None
@@ -343,7 +343,8 @@ class Chat:
                 if self._kept_at is None:
                     private_folder(_folder())
                     for path in _files()[MOST - 1 :]:
-                        path.unlink(missing_ok=True)
+                        with suppress(OSError):  # another program has it open
+                            path.unlink()
                 self.save(self.keep_in, rounds=False, file=str(self.llm.model_path.absolute()))
             else:
                 self.keep_in.unlink(missing_ok=True)

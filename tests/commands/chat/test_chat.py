@@ -144,6 +144,9 @@ def test_a_file_is_not_silently_written_over(tmp_path: Path) -> None:
     assert "holds another conversation (about rivers)" in it.fail(f"/save {path}")
     assert "not a saved session" in it.fail(f"/save {foreign}")
     assert (path.read_bytes(), foreign.read_text()) == (before, "print()")
+    parts: Any = [{"type": "text", "text": "about seas"}]  # as a program may have asked
+    write_chat(path, (parts, "an answer", AnswerRecord()))
+    assert "about seas" in it.fail(f"/save {path}")
 
 
 def test_the_model_sees_the_conversation_so_far(isolated_home: Path) -> None:

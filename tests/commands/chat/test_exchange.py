@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -220,6 +221,16 @@ def test_only_the_latest_conversations_are_kept(isolated_home: Path, monkeypatch
         it.chat.say("again")  # the present one takes no other's place twice
         os.utime(path, (i, i))
     assert [chat.question for chat in chat_module.kept_chats()] == ["question 4", "question 3", "question 2"]
+
+
+def test_a_conversation_is_kept_where_an_old_one_cannot_be_deleted(
+    isolated_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Windows another program may have it open."""
+    monkeypatch.setattr(chat_module, "MOST", 1)
+    kept_chat(isolated_home, "old", "a question")
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError))
+    assert len(saved_turns(kept_chat(isolated_home, "new", "another").chat.keep_in)) == 1
 
 
 def test_two_chats_that_go_on_with_one_conversation_keep_both(isolated_home: Path) -> None:
