@@ -213,12 +213,14 @@ def write(key: str, value: Any) -> None:
             del inner[known]
             if table and not inner:
                 del document[table]
-    except TOMLKitError as error:
+        data = tomlkit.dumps(document)
+        tomllib.loads(data)  # which reads the file, and refuses some that tomlkit takes
+    except (TOMLKitError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be changed, it is not TOML: {error}") from None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(path, private=True) as file:
-            file.write(tomlkit.dumps(document).encode())
+            file.write(data.encode())
     except OSError as error:
         raise LocalspecError(f"cannot write {path}: {error.strerror or error}") from None
 

@@ -126,6 +126,10 @@ def test_a_file_that_is_no_toml_is_not_written_over() -> None:
     assert_one_line(localspec("config", "set", "ctx", "9"), 2, "cannot be changed, it is not TOML")
     assert_one_line(localspec("config", "list"), 2, "it is not TOML")
     assert path.read_text() == "view = "
+    path.write_text("chat = {seed = 1,}\n")  # TOML 1.1, which tomlkit takes
+    with pytest.raises(UsageError, match="cannot be changed, it is not TOML"):
+        config.write("ctx", "9")
+    assert path.read_text() == "chat = {seed = 1,}\n"
     path.write_text("chat = 3\n")
     assert_one_line(localspec("config", "set", "chat.view", "plain"), 2, "chat is not a table")
     path.unlink()
