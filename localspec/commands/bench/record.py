@@ -109,7 +109,7 @@ class Record:
         names = [engine.backend for engine in self.engines]
         if not names or not self.sessions or names != self.settings.backends:
             raise ValueError("engines, sessions and backends do not match")
-        if any(1 not in engine.pass_ms for engine in self.engines):
+        if any(engine.pass_ms.get(1, 0.0) <= 0 for engine in self.engines):
             raise ValueError("the time of a pass over one token is not known")
         features, cores = self.machine.get("features") or [], self.machine.get("cores") or 0
         if not (isinstance(features, list) and all(isinstance(each, str) for each in features) and is_number(cores)):

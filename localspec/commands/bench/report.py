@@ -350,13 +350,13 @@ def _speed(record: Record, results: Results) -> Iterator[Part]:
             "true median. Left of the dashed line it is slower than plain.",
             wide=True,
         )
-    shown = [(row.backend, row.arm) for row in results.overall]
-    for backend, arm in shown or [(backend, "plain") for backend in record.settings.backends]:
+    drafted = bool(results.overall)
+    for backend, arm in dict.fromkeys((row.backend, row.arm) for row in results.overall or results.rows):
         rows = [row for row in results.rows if (row.backend, row.arm) == (backend, arm)]
         styles: dict[int, RowStyle] = {0: "strong"} if rows[0].verdict in ("faster", "slower") else {}
         styles |= {i: "bad" for i, row in enumerate(rows) if row.verdict == "slower"}
         yield Table(
-            f"{record.arm_name(backend, arm)} against plain" if shown else f"Plain decoding · {backend}",
+            f"{record.arm_name(backend, arm)} against plain" if drafted else f"Plain decoding · {backend}",
             ["", "speed", "95 %", "tok/s", "plain", "prompt", "accepted", "length", "slower", "worst", "on"],
             [_speed_cells(row, results.row(row.category, backend, "plain")) for row in rows],
             styles=styles,

@@ -419,6 +419,8 @@ class BenchRun:
         longest = record.settings.max_tokens
 
         def fits(question: Question) -> bool:
+            if self._watch.stopped.is_set():
+                raise Cancelled("measuring was stopped")
             room = longest * len(question.turns)  # the answers to earlier turns are part of the prompt
             return all(subject.n_tokens(question) + room < subject.llm.n_ctx for subject in subjects)
 

@@ -87,6 +87,13 @@ def test_a_quick_run_asks_for_answers_that_it_has_time_for() -> None:
     assert affordable_tokens(DEFAULT, 1, 9, 0.1) == DEFAULT.max_tokens
 
 
+def test_plain_decoding_on_engines_of_which_one_has_no_answer_yet() -> None:
+    settings = replace(SETTINGS, arms=["plain"], backends=["reference", "mlx"])
+    engines = [engine(), replace(engine(), backend="mlx")]
+    text = text_of(run_of([answer("q", "plain", 10.0)], settings=settings, engines=engines))
+    assert ("Plain decoding · reference" in text, "Plain decoding · mlx" in text) == (True, False)
+
+
 def test_a_resumed_run_is_measured_as_before_but_for_what_is_asked_besides() -> None:
     then = replace(
         SETTINGS, draft=["ngram"], arms=["plain", "4"], questions="own:tuning", ctx=512, threads=1, gpu_layers=0,

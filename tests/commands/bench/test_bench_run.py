@@ -341,6 +341,7 @@ def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path) -> None:
         (stored | {"machine": {"features": [1]}}, "is damaged: "),
         (stored | {"machine": {"cores": "2"}}, "is damaged: "),
         (stored | {"engines": [stored["engines"][0] | {"pass_ms": {"x": 1.0}}]}, "is damaged: "),
+        (stored | {"engines": [stored["engines"][0] | {"pass_ms": {"1": 0.0}}]}, "is damaged: "),
     ):
         path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
         assert said in refused("show", path)
