@@ -243,7 +243,7 @@ class AuditLog:
         try:
             yield
         except Defect as found:
-            self.defects.append(found)
+            self.defects.append(found.with_traceback(None))  # whose frames hold rows of logits
         except Exception as error:
             self.defects.append(Defect("engine", arm, prompt, None, f"{what} broke off: {line_of(error)}"))
 
