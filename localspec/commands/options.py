@@ -279,8 +279,9 @@ def ensure_model(
     target, *drafts = Catalog.load().default_pair()
     others = [entry for entry in drafts if not entry.present and (late or "auto" in drafters)]
     if target.present:
-        unasked = late or offline() or (sparing and _has_head(target))
-        if others and not unasked and (not asks or files.wants_draft(others)):
+        if not others or late or offline() or (sparing and _has_head(target)):
+            return target.name
+        if not asks or files.wants_draft(others):
             _fetch(target, others)
         return target.name
     if offline():

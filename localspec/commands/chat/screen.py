@@ -119,7 +119,8 @@ class RoundsView:
             self._plain = []
         elif round_.emitted:
             self._plain.append(round_)
-        self._screen.update(printed, self._rows(self._plain)[-1:] or [""], status_line(self._stats.as_dict()))
+        growing = self._rows(self._plain)[-1:] if self._screen.ansi else []
+        self._screen.update(printed, growing or [""], status_line(self._stats.as_dict()))
 
     def finish(self) -> None:
         self._screen.end(self._rows(self._plain))
