@@ -18,10 +18,13 @@ import pytest
 
 from localspec.__main__ import run
 from localspec.commands import files
+from localspec.commands.chat.screen import VIEWS
+from localspec.commands.cli import parse
 from localspec.commands.options import ensure_model
 from localspec.errors import DownloadError, LocalspecError
 from localspec.heads.file import heads_folder
 from localspec.model_files.catalog import Catalog, Entry
+from localspec.prompts.thinking import THINK
 from localspec.system.files import home
 from tests.conftest import TinyFiles
 from tests.model_files.test_catalog import put
@@ -96,6 +99,11 @@ BAD_USAGE = {
 @pytest.mark.parametrize("line", BAD_USAGE)
 def test_bad_usage(line: str) -> None:
     assert_one_line(localspec(*shlex.split(line)), 2, BAD_USAGE[line])
+
+
+def test_the_words_of_an_option_are_those_of_what_reads_it() -> None:
+    for option, words in (("--view", VIEWS), ("--think", THINK)):
+        assert f"must be one of {', '.join(words)}, not 'oops'" in str(parse(["chat", option, "oops"]))
 
 
 def test_what_is_not_utf8(tiny: TinyFiles) -> None:
