@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from localspec import LLM, Closed, SamplingParams, SessionFileError, UsageError
+from localspec.backends import reference
 from localspec.engine.prefix_cache import MIN_TOKENS, PrefixCache
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
@@ -125,6 +126,22 @@ def test_a_memory_that_cannot_be_cut_is_used_only_whole(tiny: TinyFiles) -> None
         with model.new_context(256) as fresh:
             wanted = fresh.decode(tokens[:61], "last").logits.copy()
         assert np.abs(context.decode(tokens[60:61], "last").logits - wanted).max() < 0.05
+
+
+def test_what_the_disk_has_no_room_for_is_brought_back_from_memory(tiny: TinyFiles) -> None:
+    """As where sequences share a memory, of which others hold most."""
+    with reference.load(tiny.bpe) as model, model.new_context(256) as context, model.new_context(64) as small:
+        cache, prompt, other = PrefixCache(1 << 24), list(range(5, 45)), [7] * 30
+        context.decode([*prompt, *other, *other], "none")
+        too_much = list(context.tokens), context.export_state()
+        small.decode(prompt, "none")
+        cache.switch(small, other)
+        small.reuse(other)
+        small.decode(other, "none")
+        cache.on_disk = lambda context, prompt, n_known: too_much
+        cache.switch(small, [*prompt, 3])
+        assert small.tokens == prompt
+        assert (cache.hits, cache.restored) == (1, 0)
 
 
 def test_a_session_remembers(llm: LLM) -> None:

@@ -173,8 +173,11 @@ def remember(models: Sequence[Model], timers: Sequence[Timer], options: LoadOpti
 
 def compared(path: Path, options: LoadOptions) -> EngineTimes | None:
     """What was found of a file, with the present versions of all engines; None where nothing was."""
-    stored = _store().get(_key(path, options))
-    return EngineTimes(**stored) if stored and all(name in stored["ms"] for name in ENGINES) else None
+    try:
+        found = EngineTimes(**(_store().get(_key(path, options)) or {}))
+    except TypeError:  # nothing, or what another version keeps
+        return None
+    return found if all(name in found.ms for name in ENGINES) else None
 
 
 def forget(path: Path, options: LoadOptions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -223,7 +223,8 @@ class Pair:
         self.read_ahead = ReadAhead(self)
         self.when_idle("reading", self.read_ahead.steps)
         if options.prompt_cache_bytes:
-            self.when_idle("storing", lambda stopped: self.prompts.steps)
+            # Of these steps ``finish`` takes the rest, so that they are not closed with the task.
+            self.when_idle("storing", lambda stopped: (each for each in self.prompts.steps))
             if not self.target.capabilities.saves_state:
                 self.warnings.append(f"prompts are not kept on the disk: {self.target.engine} cannot save its memory")
         if options.idle:
@@ -288,11 +289,11 @@ class Pair:
     def set_draft(self, names: Sequence[str], report: Report, *, renew: DraftModel | None = None) -> None:
         """Replace the drafters by those of ``draft_specs``; on an error (as when loading a model) the ones in use stay.
         ``renew`` is a draft model that is loaded again though it is in use."""
-        self.worker.idle.drop(*map(ORDER.index, ("corpus", "draft curve", "draft check", "draft copy")))
         before = self.state
         with ExitStack() as undo:
             after = DraftMaker(self.loader, before, report, undo, renew).state(names)
             undo.pop_all()
+        self.worker.idle.drop(*map(ORDER.index, ("corpus", "draft curve", "draft check", "draft copy")))
         for draft in before.models:
             if draft.context not in after.contexts:
                 self._close_draft(draft)
@@ -398,7 +399,7 @@ class ReadAhead:
         self._instead_of = self._pair.conversation if anew else None
         self._expected = tuple(tokens)
 
-    def steps(self, stopped: Stopped) -> Iterator[bool]:
+    def steps(self, stopped: Stopped) -> Generator[bool, None, None]:
         while True:
             yield self._read(stopped)
 

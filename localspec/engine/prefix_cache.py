@@ -8,7 +8,7 @@ milliseconds, reading them again tens of seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 
@@ -93,30 +93,33 @@ class PrefixCache:
             self.hits += 1
         if not context.model.capabilities.saves_state:
             return
-        held = self.held(context)
-        n_held = shared_prefix(held, prompt)
-        best = max(self._of(context), key=lambda entry: usable(entry.context, entry.tokens, prompt), default=None)
-        n_best = 0 if best is None else usable(best.context, best.tokens, prompt)
-        found = self.on_disk(context, prompt, max(n_held, n_best))
-        if found is not None:
-            best = None
-        elif best is not None and n_best >= n_held + MIN_TOKENS:
-            best.used = next(self._clock)
-            found = best.tokens, best.state
-        else:
+        for asks_disk in (True, False):
+            held = self.held(context)
+            n_held = shared_prefix(held, prompt)
+            best = max(self._of(context), key=lambda entry: usable(entry.context, entry.tokens, prompt), default=None)
+            n_best = 0 if best is None else usable(best.context, best.tokens, prompt)
+            found = self.on_disk(context, prompt, max(n_held, n_best)) if asks_disk else None
+            if found is None:
+                break
+            self.put_aside(context)
+            with suppress(LocalspecError):  # no room in a memory that others share, or the engine refuses it
+                self.restore(context, *found)
+                self.restored += 1
+                return
+        if best is None or n_best < n_held + MIN_TOKENS:
             if len(held) - n_held >= MIN_TOKENS:
                 self.put_aside(context)
             return
+        best.used = next(self._clock)
         self.put_aside(context)
-        if best is not None and len(best.tokens) - n_best < MIN_TOKENS:
+        if len(best.tokens) - n_best < MIN_TOKENS:
             self._remove(best)  # the context will hold it, and more
         try:
-            self.restore(context, *found)
-        except LocalspecError:  # there is no room in a memory that others share, or the engine refuses it
-            if best is not None:
-                self._remove(best)
+            self.restore(context, best.tokens, best.state)
+        except LocalspecError:
+            self._remove(best)
         else:
-            self.restored, self.hits = self.restored + (best is None), self.hits + (best is not None)
+            self.hits += 1
 
     def kind_of(self, context: Context) -> str:
         """The kind of memory that a context is, see ``why_not_restored``."""

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from localspec.system.process import REFUSAL, answering, at_end, in_child
 Stopped = Callable[[], bool]
 """Whether a step has to end: a job waits, or the worker is closed. Cheap; also fit for ``Context.interrupted``."""
 
-IdleTask = Callable[[Stopped], Iterator[bool | None]]
+IdleTask = Callable[[Stopped], Generator[bool | None, None, None]]
 """Idle work in steps of at most one pass of a model, or a tenth of a second, as a request may wait for one.
 
 It yields after every step; False means that there is nothing to do until ``IdleWork.renew``. It is over at its end or
@@ -64,16 +64,17 @@ class _Entry:
     priority: int
     due: float
     rests: bool
-    steps: Iterator[bool | None] | None = None
+    steps: Generator[bool | None, None, None] | None = None
 
 
 class IdleWork:
-    """The tasks of one worker. All but ``step`` may be called from any thread. ``allowed``: whether there may be idle
-    work now, asked every ``ASK_AGAIN_S``; None takes no tasks."""
+    """The tasks of one worker. All but ``step`` and ``drop`` may be called from any thread. ``allowed``: whether there
+    may be idle work now, asked every ``ASK_AGAIN_S``; None takes no tasks."""
 
     def __init__(self, allowed: Callable[[], bool] | None) -> None:
         self._allowed = allowed
         self._entries: list[_Entry] = []
+        self._at_work: _Entry | None = None
         self._lock = threading.Lock()
         self._may, self._believed_until = True, 0.0
         self._not_before = 0.0
@@ -87,9 +88,14 @@ class IdleWork:
                 self._entries = sorted([*self._entries, entry], key=lambda entry: entry.priority)
 
     def drop(self, *priorities: int) -> None:
-        """Forget tasks; what they hold is freed with their generators."""
+        """Forget tasks, all where no priorities are named, and free what they hold; the one at work, which may call
+        this, ends by itself."""
         with self._lock:
-            self._entries = [entry for entry in self._entries if entry.priority not in priorities]
+            dropped = [entry for entry in self._entries if not priorities or entry.priority in priorities]
+            self._entries = [entry for entry in self._entries if entry not in dropped]
+        for entry in dropped:
+            if entry.steps is not None and entry is not self._at_work:
+                entry.steps.close()
 
     def renew(self, *, after_job: bool = False) -> None:
         """Ask every task again, as there may be new work."""
@@ -122,6 +128,7 @@ class IdleWork:
             if entry is None:
                 return
             entry.rests = True  # and not if there is new work meanwhile
+        self._at_work = entry
         try:
             entry.steps = entry.steps or entry.task(stopped)
             more = next(entry.steps) is not False
@@ -132,6 +139,8 @@ class IdleWork:
                     log.debug("a task for idle time failed and is dropped", exc_info=error)
                 with self._lock:
                     self._entries = [each for each in self._entries if each is not entry]
+        finally:
+            self._at_work = None
         if more:
             entry.rests = False
 
@@ -522,7 +531,8 @@ class Worker:
     def close(self, *last: Callable[[], None], cancel: bool = False, wait: bool = True) -> None:
         """End the thread after what waits is done, and then what is in ``last``.
 
-        ``cancel`` stops the running jobs and drops those that wait; ``wait``, for the thread's end, is of no use in it.
+        ``cancel`` stops the running jobs and drops those that wait; ``wait`` is for the thread's end, except in that
+        thread.
         """
         self._last = self._last or last
         self.queue.close()
@@ -549,10 +559,11 @@ class Worker:
             else:
                 with self.turns.one():
                     self.idle.step(lambda: self.queue.is_urgent)
-        self.idle = IdleWork(None)
+        idle, self.idle = self.idle, IdleWork(None)
         with ExitStack() as ending:  # each of them, whatever another raises
             for last in reversed(self._last):
                 ending.callback(last)
+            ending.callback(idle.drop)
 
     def _renounce(self) -> None:
         """In a forked child: refuse everything, and let nothing of it be freed."""

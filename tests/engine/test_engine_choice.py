@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from localspec.engine.loading import (
     ordered,
 )
 from localspec.engine.options import LoadOptions
+from localspec.system.files import home
 from localspec.system.steps import exhaust
 from tests.conftest import TinyFiles
 from tests.support.machines import Machine, TimedContext
@@ -165,6 +167,15 @@ def test_load_throughout_is_no_ground_for_a_choice_and_it_is_measured_again(
     forget(tiny.bpe, OPTIONS)
     assert compared(tiny.bpe, OPTIONS) is None
     assert order(tiny.bpe) == NAMES
+
+
+def test_what_another_version_kept_is_not_read(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(tiny.bpe, monkeypatch, 0.5)
+    (kept,) = (home() / "engines").glob("*.json")
+    stored = json.loads(kept.read_text())
+    for value in ({"day": "1 Jan 2027"}, stored["value"] | {"seconds": 3}):
+        kept.write_text(json.dumps(stored | {"value": value}))
+        assert order(tiny.bpe) == NAMES
 
 
 def test_both_curves_are_kept(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:

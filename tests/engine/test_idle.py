@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -29,7 +29,7 @@ def worker() -> Iterator[Worker]:
 
 def steps(n: int, log: list[str], name: str = "step") -> IdleTask:
 
-    def task(stopped: Stopped) -> Iterator[None]:
+    def task(stopped: Stopped) -> Generator[None, None, None]:
         for _ in range(n):
             log.append(name)
             yield
@@ -44,7 +44,7 @@ class Holding:
         self.entered, self.left = threading.Event(), threading.Event()
         self.times = 0
 
-    def __call__(self, stopped: Stopped) -> Iterator[None]:
+    def __call__(self, stopped: Stopped) -> Generator[None, None, None]:
         self.times += 1
         self.entered.set()
         while not stopped():
@@ -93,7 +93,7 @@ def test_a_cancelled_job_takes_nothing_from_idle_work(worker: Worker) -> None:
 def test_tasks_are_asked_again_after_every_job_and_when_told(worker: Worker) -> None:
     asked: list[int] = []
 
-    def task(stopped: Stopped) -> Iterator[bool]:
+    def task(stopped: Stopped) -> Generator[bool, None, None]:
         while True:
             asked.append(len(asked))
             if len(asked) == 1:
@@ -117,7 +117,7 @@ def test_a_task_that_fails_is_dropped_and_harms_nothing(
 ) -> None:
     asked: list[int] = []
 
-    def task(stopped: Stopped) -> Iterator[None]:
+    def task(stopped: Stopped) -> Generator[None, None, None]:
         asked.append(1)
         raise error
         yield
@@ -161,13 +161,26 @@ def test_no_idle_work_without_leave() -> None:
 
 def test_work_that_was_dropped_frees_what_it_holds_and_work_that_is_not_due_waits() -> None:
     idle, log = IdleWork(lambda: True), list[str]()
+    kept: list[Generator[None, None, None]] = []  # as by another thread
 
-    def holding(stopped: Stopped) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            log.append("freed")
+    def holding(stopped: Stopped) -> Generator[None, None, None]:
+        def hold() -> Generator[None, None, None]:
+            try:
+                yield
+                idle.drop(3)  # it goes on
+                log.append("at work")
+            finally:
+                idle.renew()  # nothing is locked
+                log.append("freed")
 
+        kept.append(hold())
+        return kept[-1]
+
+    idle.add(holding, 3)
+    idle.step(lambda: False)
+    idle.step(lambda: False)
+    assert log == ["at work", "freed"]
+    log.clear()
     idle.add(holding, 3)
     idle.step(lambda: False)
     idle.add(steps(2, log, "late"), 1, after=60.0)

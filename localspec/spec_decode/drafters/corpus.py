@@ -274,7 +274,8 @@ class Segment:
 
     def next_token(self, place: int) -> int:
         """The token that follows a place; ``BREAK`` at the end of a file."""
-        return int(self.tokens[place - 1])
+        start = self._offset + WIDTH * (place - 1)
+        return int.from_bytes(self._map[start : start + WIDTH], "big")  # of a damaged order a place may lie outside
 
     def tokens_of(self, name: str) -> Tokens:
         """A file's tokens, backwards [n]."""
@@ -550,7 +551,7 @@ class CorpusIndex:
         n_bytes, n_read = sum(file.size for file in new), 0
         for file in new:
             n_read += file.size
-            self.done = n_read / n_bytes
+            self.done = n_read / max(1, n_bytes)
             text = self.source.text(file.name)
             yield
             tokens = yield from self._tokens(text or "")

@@ -13,8 +13,9 @@ import pytest
 from filelock import FileLock
 
 from localspec import LLM, SamplingParams
+from localspec.engine.pair import Pair
 from localspec.engine.saved import said_in
-from localspec.errors import UsageError
+from localspec.errors import LocalspecError, UsageError
 from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
 from localspec.spec_decode.drafters import corpus as module
@@ -222,6 +223,28 @@ def test_a_damaged_index_is_built_anew(corpus: Corpus, damage: str) -> None:
     assert len(corpus.files) == 1
 
 
+def test_places_of_a_damaged_order_break_nothing(corpus: Corpus) -> None:
+    corpus.write("a.txt", "ab" * 1000)
+    corpus.index()
+    (path,) = corpus.files
+    content, rng = bytearray(path.read_bytes()), random.Random(0)
+    for place in rng.sample(range(2000), 100):
+        content[len(content) - 4 * place - 4 : len(content) - 4 * place] = b"\xff\xff\xff\x7f"
+    path.write_bytes(content)
+    index = corpus.open()
+    exhaust(index.survey())
+    tokens = {token for n in range(1, 60) for token in index.match(tokens_of("ab" * n)).following}
+    assert {ord("a"), 0} <= tokens  # outside of the file there are zeros
+
+
+def test_a_file_without_text_is_indexed(tmp_path: Path) -> None:
+    path = tmp_path / "empty.txt"
+    path.touch()
+    index = CorpusIndex(PathSource(path), tmp_path / "home", "vocabulary", tokens_of)
+    exhaust(index.update())
+    assert exhaust(index.survey()).n_new == 0
+
+
 def test_two_processes_do_not_build_at_once(corpus: Corpus) -> None:
     corpus.write("a.txt", "the cat sat on the mat")
     index = corpus.open()
@@ -352,6 +375,23 @@ def test_files_are_read_while_nobody_waits(
         while index.n_tokens == n_before and time.monotonic() < deadline:
             llm.wait_idle(1)
         assert index.n_tokens > n_before
+
+
+def test_drafters_that_cannot_be_loaded_keep_no_file_of_those_in_use_from_being_read(
+    tiny: TinyFiles, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: False)
+    (tmp_path / "a.txt").write_text("some words")
+
+    def change(pair: Pair) -> None:
+        pair.set_draft([f"corpus:{tmp_path / 'a.txt'}"], lambda what, fraction: None)
+        with pytest.raises(LocalspecError):
+            pair.set_draft([str(tmp_path / "missing.gguf")], lambda what, fraction: None)
+
+    with LLM(tiny.quick.target, None, backend="reference", n_ctx=64) as llm:
+        llm.run(change)
+        assert llm.wait_idle(60)
+        assert llm.run(lambda pair: pair.state.free[0].index.n_tokens) > 0  # type: ignore[attr-defined]
 
 
 def test_saved_chats_and_conversations_of_the_page_are_a_corpus_if_one_says_so(tiny: TinyFiles, home: Path) -> None:
