@@ -239,7 +239,7 @@ class Acceptance:
 
     def begin(self, *, takes_samples: bool) -> None:
         self.takes_samples = takes_samples
-        for table in self.most_probable.values():
+        for table in (*self.most_probable.values(), *self.sampled.values()):
             table.new_text()
 
     def __getitem__(self, source: str) -> SourceAcceptance:
