@@ -243,7 +243,7 @@ def main() -> None:
         os.chdir(here)  # files that the person names lie there
         start([environment.program("localspec"), "chat", *rest])
     elif verb == "test":
-        start([environment.program("python"), "-m", "pytest", "-n", "2", "--dist", "loadfile", *rest])
+        start([environment.program("python"), "-m", "pytest", "-n", "3", "--dist", "loadfile", *rest])
     elif rest:
         start([environment.program(rest[0]), *rest[1:]])
 

@@ -129,7 +129,7 @@ def test_the_suite_runs_in_an_environment_of_its_own_and_reads_standard_input(ch
     if checkout.command != ["make"]:
         options = ["VENV_TEST=other", "test", "-k", "ngram"]
     done = checkout.run(*options, text="hello")
-    assert done.stdout == "-m pytest -n 2 --dist loadfile -k ngram\nhello"
+    assert done.stdout == "-m pytest -n 3 --dist loadfile -k ngram\nhello"
 
 
 def test_what_cannot_be_built_is_left_out(checkout: Checkout) -> None:

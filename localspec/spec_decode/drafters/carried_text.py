@@ -191,7 +191,7 @@ class CarriedText:
             for token in ids:
                 start += len(self._draft.bytes_of(token))
                 self._ends.append(start)
-        else:  # bytes that are no characters: the tokens stand for all of it together
+        else:  # no characters, or a ▁ of its own, which SentencePiece reads as a space: the tokens stand for all of it
             ids = list(self._draft.tokenize(text.decode("utf-8", "replace")))
             self._ends += [end] * len(ids)
         self._ids += ids

@@ -182,7 +182,7 @@ VOCABS = {
 }
 PAIRS = list(permutations(VOCABS, 2))
 TEXTS = st.one_of(
-    st.text(max_size=40),
+    st.text(st.characters(codec="utf-8", exclude_characters="▁"), max_size=40),  # SentencePiece reads that as a space
     st.lists(st.sampled_from([" the", " and", "\n", "  ", "é", "ü", " an", "東", "🎉", "x1", ".", "\t"])).map("".join),
 )
 
