@@ -109,10 +109,9 @@ and so is that this takes 0.23 of the target's time, which is its size over that
 and t(8) measured with an inflated 1.5B on two cores with AVX-512, the rest interpolated; a draft token is put at a
 tenth of its pass. With fast memory: all measured so on another such machine, where reading the weights takes less time.
 With cheap rows: what a further row costs in an engine that was compiled for the CPU. C: as measured there on
-26 November, with ik-llama's wheel and compiled. 30B A3B: a mixture of 128 experts, 8 of them used, with random weights
-in Qwen3 30B's shape (``random_ggufs.py --time``), of which further rows read further experts. A head's costs are
-``HEAD_SHARES`` of the target's pass everywhere.
-All draft tokens are those of the 1.5B with its 0.5B and its head."""
+26 November, with ik-llama's wheel and compiled. 30B A3B: random weights in the shape of Qwen3 30B, a mixture of
+128 experts of which a token uses 8 (``random_ggufs.py --time``); further rows read further experts. A head's costs are
+``HEAD_SHARES`` of the target's pass everywhere. All draft tokens are those of the 1.5B with its 0.5B and its head."""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,8 @@ class SourceAcceptance:
             self._predict(certainties)
             # At once, where of this text nothing else is known.
             fade = (1.0 - 1.0 / self.prior.drift) ** n_tokens if self.has_drafted else 0.0
-        self._drift(fade)
+        for histogram, typical in zip(self.histograms, self.typical, strict=True):
+            histogram[:] = [fade * old + (1.0 - fade) * new for old, new in zip(histogram, typical, strict=True)]
 
     def _predict(self, certainties: Sequence[float]) -> None:
         start = self.typical[START]
@@ -207,10 +208,6 @@ class SourceAcceptance:
         for after in (AFTER_SURE, AFTER_UNSURE):
             moved = [now * of / at for now, of, at in zip(start, usual[after], usual[START], strict=True)]
             self.typical[after] = [share / sum(moved) for share in moved]
-
-    def _drift(self, keep: float) -> None:
-        for histogram, typical in zip(self.histograms, self.typical, strict=True):
-            histogram[:] = [keep * old + (1.0 - keep) * new for old, new in zip(histogram, typical, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         siblings = [list(each) for each in self._siblings]

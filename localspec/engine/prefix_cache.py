@@ -93,21 +93,17 @@ class PrefixCache:
             self.hits += 1
         if not context.model.capabilities.saves_state:
             return
-        for asks_disk in (True, False):
-            held = self.held(context)
-            n_held = shared_prefix(held, prompt)
-            best = max(self._of(context), key=lambda entry: usable(entry.context, entry.tokens, prompt), default=None)
-            n_best = 0 if best is None else usable(best.context, best.tokens, prompt)
-            found = self.on_disk(context, prompt, max(n_held, n_best)) if asks_disk else None
-            if found is None:
-                break
+        n_held, n_best, best = self._known(context, prompt)
+        found = self.on_disk(context, prompt, max(n_held, n_best))
+        if found is not None:
             self.put_aside(context)
             with suppress(LocalspecError):  # no room in a memory that others share, or the engine refuses it
                 self.restore(context, *found)
                 self.restored += 1
                 return
+            n_held, n_best, best = self._known(context, prompt)  # what it held may be an entry now
         if best is None or n_best < n_held + MIN_TOKENS:
-            if len(held) - n_held >= MIN_TOKENS:
+            if len(self.held(context)) - n_held >= MIN_TOKENS:
                 self.put_aside(context)
             return
         best.used = next(self._clock)
@@ -120,6 +116,12 @@ class PrefixCache:
             self._remove(best)
         else:
             self.hits += 1
+
+    def _known(self, context: Context, prompt: Sequence[int]) -> tuple[int, int, CachedContext | None]:
+        """Tokens of a prompt that a context holds, and the most that an entry has, which is the third."""
+        n_held = shared_prefix(self.held(context), prompt)
+        best = max(self._of(context), key=lambda entry: usable(entry.context, entry.tokens, prompt), default=None)
+        return n_held, 0 if best is None else usable(best.context, best.tokens, prompt), best
 
     def kind_of(self, context: Context) -> str:
         """The kind of memory that a context is, see ``why_not_restored``."""
