@@ -76,9 +76,10 @@ class Tab:
         self.until("(n) => document.querySelectorAll('.turn').length === n", n)
 
     def saved(self, *titles: str) -> None:
-        """Wait until the list of conversations shows these."""
-        script = "() => [...document.querySelectorAll('#list button')].map((it) => it.textContent).join()"
-        self.until(f"(expected) => ({script})() === expected", ",".join(titles))
+        """Wait until the list of conversations shows these, and the server has all of them."""
+        listed = "[...document.querySelectorAll('#list button')].map((it) => it.textContent).join()"
+        held = "Object.keys(localStorage).some((name) => name.startsWith('localspec.unsaved.'))"
+        self.until(f"(expected) => {listed} === expected && !{held}", ",".join(titles))
 
     def reload(self, n: int) -> None:
         """Load the page again, with so many turns."""
