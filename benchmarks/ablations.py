@@ -5,10 +5,10 @@
     python -m benchmarks.ablations --branches 40
     python -m benchmarks.ablations --shared-steps
 
-TRACES come from ``record_traces.py --head``, one file a temperature. Each answer is replayed with the costs of several
+TRACES come from ``record_traces.py``, one file a temperature. Each answer is replayed with the costs of several
 machines (``MACHINES``) under conditions (``CONDITIONS``): a machine that is as calibrated, one that keeps what it
-learned from answer to answer, one beside another program, and one whose further rows cost more than was calibrated. An
-arm (``ARMS``) is the full controller with one thing replaced, in this file: nothing in ``localspec`` knows of it. All
+learned from answer to answer, one beside another program, one whose further rows cost something else than was
+calibrated, and drafters that are right less often than their confidences say. An arm (``ARMS``) is the full controller with one thing replaced, in this file: nothing in ``localspec`` knows of it. All
 arms meet the same texts with the same seeds, and are compared answer by answer. CELLS holds the results so far; an
 interrupted run goes on from there, and ``--print`` only reports.
 
@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from benchmarks import branching
 from benchmarks.record_traces import Spy
 from benchmarks.replay_traces import CURVES, Replay, Times
 from localspec.controllers import auto, cost_model, stopping
-from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance
+from localspec.controllers.acceptance import START, SourceAcceptance
 from localspec.controllers.auto import AutoController, AutoPlan, PrefillGate
 from localspec.controllers.cost_model import Corrections, PassTimes
 from localspec.controllers.learned import TimeBudget
@@ -124,6 +124,7 @@ class Condition:
         order: of answers: random; turns: one of each category after the other, as ``bench`` asks; alike: by category.
         busy: see ``replay_traces.BUSY``.
         row: how many times as much time as calibrated further rows take.
+        right: see ``Replay``.
     """
 
     what: str
@@ -131,6 +132,7 @@ class Condition:
     order: str = "random"
     busy: bool = False
     row: float = 1.0
+    right: Mapping[str, float] = field(default_factory=dict)
 
 
 CONDITIONS = {
@@ -142,6 +144,17 @@ CONDITIONS = {
         "beside a program that takes 40 % of the CPUs since calibration; nothing known before", busy=True
     ),
     "rows": Condition("further rows take 1.6 times what was calibrated; nothing known before", row=1.6),
+    "cheap rows": Condition("further rows take half of what was calibrated; in turns", True, "turns", row=0.5),
+    "dear rows": Condition("further rows take 2.5 times what was calibrated; in turns", True, "turns", row=2.5),
+    "overconfident": Condition(
+        "half of the draft model's right tokens are wrong, with the same confidences; in turns",
+        True,
+        "turns",
+        right={"model": 0.5},
+    ),
+    "copies fail": Condition(
+        "the same, and of the copied ones 60 %; in turns", True, "turns", right={"model": 0.5, "ngram": 0.4}
+    ),
 }
 
 
@@ -286,7 +299,6 @@ class Arm:
         patches: object, attribute and what replaces it.
         sources: the drafters.
         conditions: under which it is replayed.
-        sampled: whether it differs at temperature 0 too (None), or only above (True), or only there (False).
         flags: of the replay.
 
     Raises:
@@ -295,9 +307,8 @@ class Arm:
 
     off: str
     patches: Patches = ()
-    sources: tuple[str, ...] = ("ngram", "head", "model")
+    sources: tuple[str, ...] = ("ngram", "model")
     conditions: tuple[str, ...] = ("new",)
-    sampled: bool | None = None
     flags: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -309,28 +320,24 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """In the place of something."""
 
 
-COSTS = ("new", "busy", "rows")
+COSTS = ("new", "busy", "rows", "cheap rows", "dear rows")
 BUSY = ("new", "busy")
-LEARNING = ("new", "kept")
-ALL = ("new", "kept", "busy", "rows")
+LEARNING = ("new", "turns", "overconfident", "copies fail")
+BUDGETS = ("new", "turns", "busy", "rows", "overconfident", "copies fail")
+ALL = ("new", "kept", *BUDGETS[1:], "cheap rows", "dear rows")
 FULL = "full controller"
-DRAFTERS = ("n-grams alone", "no head", "no draft model")
+DRAFTERS = ("n-grams alone", "draft model alone")
 ARMS: dict[str, Arm] = {
     FULL: Arm("", conditions=ALL),
     # Drafters.
-    "n-grams alone": Arm("no head, no draft model", sources=("ngram",), conditions=ALL),
-    "no n-grams": Arm("head and draft model", sources=("head", "model")),
-    "no head": Arm("n-grams and draft model", sources=("ngram", "model"), conditions=LEARNING),
-    "no draft model": Arm("n-grams and head", sources=("ngram", "head"), conditions=LEARNING),
-    "draft model alone": Arm("no n-grams, no head", sources=("model",)),
-    "head alone": Arm("no n-grams, no draft model", sources=("head",)),
+    "n-grams alone": Arm("no draft model", sources=("ngram",), conditions=ALL),
+    "draft model alone": Arm("no n-grams", sources=("model",)),
     "n-grams' hit rates": Arm("the prior shares only", flags=frozenset({"prior"})),
     # When to stop.
     "look-ahead": Arm(
         "a myopic rule, with the best rate it reaches", ((stopping, "Continuation", Myopic),), conditions=LEARNING
     ),
     "copies give way": Arm("a copy that pays is always taken", ((auto, "AutoPlan", CopiesFirst),)),
-    "order by worth": Arm("n-grams, head, draft model", ((AutoPlan, "order", lambda self, sources: sources),)),
     "runs of sure tokens": Arm(
         "one histogram, whatever a token comes after",
         (
@@ -343,17 +350,19 @@ ARMS: dict[str, Arm] = {
         "none is plain to see t(1)", ((AutoController, "_wants_plain", lambda self: False),), conditions=COSTS
     ),
     # What may be lost.
-    "budget of the answer": Arm("the process's alone", bounds(of_the_process, of_the_process), conditions=ALL),
+    "budget of the answer": Arm("the process's alone", bounds(of_the_process, of_the_process), conditions=BUDGETS),
     "budget of the process": Arm(
-        "the answer's alone", bounds(of_the_answer("for_drafts"), of_the_answer("for_reading")), conditions=ALL
+        "the answer's alone", bounds(of_the_answer("for_drafts"), of_the_answer("for_reading")), conditions=BUDGETS
     ),
-    "both budgets": Arm("none", bounds(unbounded, unbounded), conditions=ALL),
+    "both budgets": Arm("none", bounds(unbounded, unbounded), conditions=BUDGETS),
     "budget of readings": Arm("the process's alone", bounds(None, of_the_process), conditions=LEARNING),
-    "half for heads and copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),)),
+    "half for copies": Arm("they may lose all", ((auto, "share_of", lambda source: 1.0),), conditions=LEARNING),
     "charged as expected": Arm("steps are charged as they went", ((auto, "AutoPlan", ChargedInFull),), conditions=BUSY),
     # Reading.
     "prefill gate": Arm(
-        "the budget of readings alone", ((PrefillGate, "pays", pays_if_affordable),), conditions=(*LEARNING, "busy")
+        "the budget of readings alone",
+        ((PrefillGate, "pays", pays_if_affordable),),
+        conditions=("new", "turns", "busy"),
     ),
     "gate: least gain": Arm(
         "any", ((auto, "HORIZON", math.inf), (auto, "LONGEST_HORIZON", math.inf)), conditions=LEARNING
@@ -369,25 +378,7 @@ ARMS: dict[str, Arm] = {
         "the priors, and certainty", ((SourceAcceptance, "notice", nothing),), conditions=LEARNING
     ),
     "drift when idle": Arm("none, nor certainty", ((SourceAcceptance, "idle", nothing),), conditions=LEARNING),
-    "head's rate": Arm("what is usual", flags=frozenset({"no rate"}), conditions=LEARNING),
-    "acceptance kept": Arm("forgotten after each answer", flags=frozenset({"forgets"}), conditions=("kept",)),
-    "likeliest or sample: likeliest": Arm(
-        "always the likeliest",
-        (
-            (AutoPlan, "samples", lambda self, source, confidence: False),
-            (Acceptance, "table", lambda self, source: np.array(self[source].table())),
-        ),
-        sampled=True,
-    ),
-    "likeliest or sample: sample": Arm(
-        "always a sample",
-        (
-            (AutoPlan, "samples", lambda self, source, confidence: True),
-            (Acceptance, "table", lambda self, source: np.array(self.sampled.get(source, self[source]).table())),
-        ),
-        conditions=LEARNING,
-        sampled=True,
-    ),
+    "acceptance kept": Arm("forgotten after each answer", flags=frozenset({"forgets"}), conditions=LEARNING[1:]),
     # Costs.
     "corrections": Arm("none", ((PassTimes, "observe", nothing), (PassTimes, "slow_down", nothing)), conditions=COSTS),
     "corrections: a width alone": Arm("none", ((cost_model, "ALONE", 0.0),), conditions=COSTS),
@@ -446,13 +437,15 @@ def replayed(
         groups = [[trace for trace in chosen if trace["category"] == category] for category in categories]
         rows = zip_longest(*groups) if condition.order == "turns" else groups
         chosen = [trace for row in rows for trace in row if trace]
-    rate = None if "no rate" in arm.flags else stored.get("rates", {}).get("head")
+    rate = stored.get("rates", {}).get("head")
     found: dict[str, list[float]] = {}
     replay: Replay | None = None
     with switched_off(arm):
         for trace in chosen:
             if replay is None or not condition.keeps:
-                replay = Replay(target, model, stored["temperature"], condition.busy, arm.sources, rate)
+                replay = Replay(
+                    target, model, stored["temperature"], condition.busy, arm.sources, rate, right=condition.right
+                )
                 wide = {w: target[1] + condition.row * (ms - target[1]) for w, ms in target.items()}
                 replay.real_target = PassTimes(wide)
             if "prior" in arm.flags:
@@ -779,7 +772,7 @@ def main() -> None:
                 temperature = _stored(path)["temperature"]
                 for name in args.arm:
                     arm = ARMS[name]
-                    if condition in arm.conditions and arm.sampled in (None, temperature > 0):
+                    if condition in arm.conditions:
                         todo += [(path, (str(temperature), name, m, condition, repeat)) for m in args.machine]
     known = {key: cells.get("|".join(map(str, key)), {}) for _, key in todo}
     todo = [(path, key) for path, key in todo if missing(_stored(path), key, known[key])]

@@ -191,6 +191,7 @@ class Replay:
         rate: of the head's first draft tokens, as its card says.
         model_cost: of ``model2`` over that of ``model``, for one token and for more.
         passes: of draft models with another vocabulary, for a draft token on average.
+        right: share of a drafter's right tokens that are right in this replay too, whatever their confidences say.
 
     Attributes:
         sent, accepted: draft tokens by drafter.
@@ -207,6 +208,7 @@ class Replay:
         rate: float | None = None,
         model_cost: Sequence[float] = (1.0, 1.0),
         passes: Mapping[str, float] = MappingProxyType({}),
+        right: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         head = {width: share * target[1] for width, share in HEAD_SHARES.items()}
         second = {width: model_cost[width > 1] * ms for width, ms in model.items()}
@@ -215,7 +217,7 @@ class Replay:
         slower = BUSY if busy else (1.0, 1.0)
         self.real_target, self.slower = PassTimes(dict(target)), slower[0]
         self.real = {name: PassTimes({w: slower[1] * ms for w, ms in curve.items()}) for name, curve in curves.items()}
-        self.temperature = temperature
+        self.temperature, self.right = temperature, right
 
         self.infos = {
             name: DrafterInfo(
@@ -272,12 +274,12 @@ class Replay:
             draft, fates, ms_draft = Draft(), [], 0.0
             while plan.room > 0 and position + len(draft) < n:
                 at = position + len(draft)
-                guesses = (sources[name].ask(plan, position, at) for name in plan.order(list(sources)))
+                guesses = (sources[name].ask(plan, position, at) for name in sources)
                 guess = next((guess for guess in guesses if guess is not None), None)
                 if guess is None:
                     break
                 draft.append(guess.token)
-                fates.append(rng.random() < guess.fate)
+                fates.append(rng.random() < guess.fate * self.right.get(guess.token.source, 1.0))
             self.n_passes += 1
             accepted = fates.index(False) if False in fates else len(fates)
             self.sent.update(token.source for token in draft)

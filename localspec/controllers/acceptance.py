@@ -246,11 +246,9 @@ class Acceptance:
         return iter(self.most_probable)
 
     def table(self, source: str) -> npt.NDArray[np.float64]:
-        """Probability of acceptance by confidence bin, of the better of sample and most probable token [N_BINS]."""
-        table = np.array(self[source].table())
-        if self.takes_samples and source in self.sampled:
-            table = np.maximum(table, self.sampled[source].table())
-        return table
+        """Probability of acceptance by confidence bin [N_BINS]."""
+        tables = self.sampled if self.takes_samples and source in self.sampled else self.most_probable
+        return np.array(tables[source].table())
 
     def observe(self, draft: Draft, accepted: Sequence[int]) -> None:
         for at in (-1, *accepted):

@@ -9,7 +9,7 @@ likely draft tokens are accepted (``acceptance.Acceptance``), and what going on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from types import MappingProxyType
 
@@ -141,18 +141,6 @@ class AutoPlan(Plan, Branching):
 
     # -- what drafters ask -----------------------------------------------------------------------------------------
 
-    def order(self, sources: Sequence[str]) -> Sequence[str]:
-        """Free sources first, then models by the worth of a step of each, as if all had read everything.
-
-        One that has not read everything is asked all the same: ``PrefillGate`` weighs then whether it should.
-        """
-        models = self.stopping.models
-        if len(models) < 2:
-            return sources
-        prospect = self.stopping.prospect
-        worth = {model: prospect.step(self._n, self._reach, self._after, i) for i, model in enumerate(models)}
-        return sorted(sources, key=lambda source: -worth.get(source, math.inf))
-
     def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         if self.room <= 0 or pending == 0:  # where looking costs nothing, keep() decides with the confidence known
             return int(self.room > 0)
@@ -168,10 +156,6 @@ class AutoPlan(Plan, Branching):
 
     def width(self, source: str) -> int:
         return max(1, self.stopping.n_steps(source, self._n, self._reach, self._after, self.room))
-
-    def samples(self, source: str, confidence: float) -> bool:
-        sampled, most_probable = self.acceptance.sampled[source], self.acceptance[source]
-        return sampled.expected(confidence) > most_probable.expected(confidence)
 
     def keep(self, source: str, confidence: float, *, sampled: bool = False) -> float | None:
         acceptance = self.acceptance[source]

@@ -188,23 +188,6 @@ def test_what_takes_more_passes_for_a_token_costs_more() -> None:
     assert twice.break_even("model") > once.break_even("model") + 0.05
 
 
-def test_a_sample_or_the_most_probable_token_by_what_the_rates_say() -> None:
-    times = PassTimes(CURVES["ik"])
-    sources, sampled = ({"model": SourceAcceptance(GREEDY)} for _ in range(2))
-    controller = AutoController(
-        times, {"model": PassTimes({1: 5.0})}, sources, sampled, params=SamplingParams(temperature=1.0)
-    )
-    plan = controller.plan(room=20, n_past=10)
-    for _ in range(30):
-        sources["model"].observe(0.55, 1.0)
-        sampled["model"].observe(0.55, 0.3)
-        sources["model"].observe(0.15, 0.1)
-        sampled["model"].observe(0.15, 0.8)
-    assert not plan.samples("model", 0.55)
-    assert plan.samples("model", 0.15)
-    assert plan.keep("model", 0.15, sampled=True) == sampled["model"].expected(0.15)
-
-
 @pytest.mark.parametrize("length", [-1, 65])
 def test_absurd_lengths_are_refused(length: int) -> None:
     with pytest.raises(UsageError, match="draft length"):

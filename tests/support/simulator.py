@@ -113,7 +113,7 @@ class World:
             right: list[bool] = []
             while alive and plan.room > 0:
                 at = position + len(draft)
-                for name in plan.order(list(self.sources)):
+                for name in self.sources:
                     source = self.sources[name]
                     pending = at + 1 - caught_up[name] if source.step_ms else 0
                     if at >= len(source.confidence):

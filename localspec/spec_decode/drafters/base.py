@@ -143,10 +143,6 @@ class Plan:
         """The permission to let the draft branch; None where that cannot pay."""
         return Branching(self.n_branches) if self.n_branches else None
 
-    def order(self, sources: Sequence[str]) -> Sequence[str]:
-        """In which order drafters are asked for the next token of the draft."""
-        return sources
-
     def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         """Whether one more step of a drafter is worth its time; asked before the step.
 

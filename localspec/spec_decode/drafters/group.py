@@ -41,7 +41,7 @@ class DrafterGroup:
         proposer.rivals = None if branching is None else {}
         try:
             while plan.room > 0 and not is_over:
-                for drafter in self._in_order(tokens, plan, ahead):
+                for drafter in self._in_order(tokens, ahead):
                     if found := self._ask(drafter, tokens, plan):
                         break
                 else:
@@ -78,7 +78,7 @@ class DrafterGroup:
             drafter for drafter in self.drafters if drafter.info.copies and drafter.info.source != draft[0].source
         ]:
             at = -1
-            for copy in self._ask(drafter, tokens, _Whatever(branching.room)):
+            for copy in self._ask(drafter, tokens, Plan(branching.room)):  # weighed below
                 here = [child for child in draft.children(at) if draft[child].id == copy.id]
                 if not here:
                     expected = branching.branch(draft, at, copy.source, copy.prob)
@@ -89,12 +89,8 @@ class DrafterGroup:
                 if copy.id in self.end_tokens:
                     break
 
-    def _in_order(self, tokens: Sequence[int], plan: Plan, ahead: bool) -> list[Drafter]:
+    def _in_order(self, tokens: Sequence[int], ahead: bool) -> list[Drafter]:
         drafters = [each for each in self.drafters if not (ahead and each.info.taps)]
-        if len(drafters) < 2:
-            return drafters
-        order = plan.order([each.info.source for each in drafters])
-        drafters.sort(key=lambda each: order.index(each.info.source))
         rivals = [each for each in drafters if isinstance(each, CopyingDrafter)]
         if len(rivals) > 1:  # each of these takes a place of theirs, the surest the first
             surest = iter(sorted(rivals, key=lambda each: -each.confidence(tokens)))
@@ -119,10 +115,3 @@ class DrafterGroup:
         if n < len(draft) and draft[n].dist is not None:
             raise EngineError(f"the drafter {draft[n].source} sampled a token that may not come")
         return draft[:n]
-
-
-class _Whatever(Plan):
-    """A plan under which a drafter says all that it would, to be weighed afterwards: only for what costs nothing."""
-
-    def samples(self, source: str, confidence: float) -> bool:
-        return False
