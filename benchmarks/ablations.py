@@ -8,9 +8,10 @@
 TRACES come from ``record_traces.py``, one file a temperature. Each answer is replayed with the costs of several
 machines (``MACHINES``) under conditions (``CONDITIONS``): a machine that is as calibrated, one that keeps what it
 learned from answer to answer, one beside another program, one whose further rows cost something else than was
-calibrated, and drafters that are right less often than their confidences say. An arm (``ARMS``) is the full controller with one thing replaced, in this file: nothing in ``localspec`` knows of it. All
-arms meet the same texts with the same seeds, and are compared answer by answer. CELLS holds the results so far; an
-interrupted run goes on from there, and ``--print`` only reports.
+calibrated, and drafters that are right less often than their confidences say. An arm (``ARMS``) is the full controller
+with one thing replaced, in this file: nothing in ``localspec`` knows of it. All arms meet the same texts with the same
+seeds, and are compared answer by answer. CELLS holds the results so far; an interrupted run goes on from there, and
+``--print`` only reports.
 
 Columns: the median over answers of the time of plain decoding over that of the arm; the 10th percentile; the share of
 answers that are slower than plain decoding; the share of their ends (at 48, 96, 192 tokens and the last) under 0.97 of
