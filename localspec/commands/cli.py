@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from inspect import signature as signature_of
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -76,25 +76,11 @@ BACKEND = Option("auto", metavar="auto|llama-cpp|ik-llama|mlx|reference", help="
 THREADS = Option(None, "--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
 
 
-def _one_of(words: str) -> Callable[[str | None], str | None]:
-    """A callback that takes one of these words, or none."""
-
-    def known(value: str | None) -> str | None:
-        if value is not None and value not in words.split("|"):
-            raise typer.BadParameter(f"must be one of {words.replace('|', ', ')}, not {value!r}")
-        return value
-
-    return known
-
-
 # Repeated here: what reads them imports much.
-_THINK, _VIEWS, _FORMATS = "auto|on|off|low|medium|high", "tokens|reading|rounds|plain", "text|json|events"
-THINK = Option(
-    "auto",
-    metavar=_THINK,
-    callback=_one_of(_THINK),
-    help="Whether the model thinks before answering, if its chat template supports the choice.",
-)
+Think = Literal["auto", "on", "off", "low", "medium", "high"]
+View = Literal["tokens", "reading", "rounds", "plain"]
+Format = Literal["text", "json", "events"]
+THINK = Option("auto", help="Whether the model thinks before answering, if its chat template supports the choice.")
 THINK_BUDGET = Option(None, min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")
 PROMPT_CACHE = Option(
     "2GB",
@@ -325,15 +311,9 @@ def chat(
         help="Also draft from the text files of this folder; remembered for chats started here.",
         show_default="as remembered",
     ),
-    think: str = THINK,
+    think: Think = THINK,
     think_budget: int | None = THINK_BUDGET,
-    view: str | None = Option(
-        None,
-        metavar=_VIEWS,
-        callback=_one_of(_VIEWS),
-        help="How answers are shown.",
-        show_default="tokens",
-    ),
+    view: View | None = Option(None, help="How answers are shown.", show_default="tokens"),
     resume: bool = Option(False, "--continue", help="Continue the last conversation, with its model."),
     keep: bool = Option(
         True, "--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept."
@@ -358,12 +338,12 @@ def generate(
         None, "--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"
     ),
     raw: bool = Option(False, "--raw", help="Continue the prompt verbatim, without the chat template."),
-    format: str = Option("text", metavar=_FORMATS, callback=_one_of(_FORMATS), help="Output format."),
+    format: Format = Option("text", help="Output format."),
     json_schema: str | None = Option(
         None, "--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema."
     ),
     grammar: str | None = Option(None, metavar="FILE", help="Constrain the answer to this GBNF grammar."),
-    think: str = THINK,
+    think: Think = THINK,
     think_budget: int | None = THINK_BUDGET,
     **options: Any,
 ) -> int:

@@ -217,7 +217,6 @@ class Chat:
         self.keep_in: Path | None = None  # file of the conversation, if it is kept, see ``keep_at``
         self._kept_at: int | None = None
         self.remembers = False  # whether changes of view and system prompt are kept for later chats
-        self.races = 0  # so that plain and speculative take turns in going first
         self.asked: ThinkOptions = {"think": "auto", "thinking_budget": None}
         self.leaving = False  # set by ``/quit``
         self.status = ""

@@ -547,17 +547,15 @@ NOISE = "Nothing was guessed, so both did the same work; the difference is noise
 
 
 def race(chat: Chat, argument: str = "") -> None:
-    """Race twice, in both orders, if there are guesses; show both answers. The conversation stays as it is."""
+    """Race twice, in both orders, if there are guesses; show the first answers. The conversation stays as it is."""
     if not chat.records:
         raise UsageError("there is no question to race yet: ask something first")
     params = chat.params
     if not params.greedy and params.seed is None:
         params = replace(params, seed=secrets.randbits(SEED_BITS))  # both sides get the same dice
-    first = chat.races % 2 == 1
-    chat.races += 1
     before = CPUTimes.now()
     races: list[dict[bool, Reply]] = []
-    for order in ((first, not first), (not first, first)):
+    for order in ((False, True), (True, False)):
         races.append({})
         for speculate in order:
             reply = _run(chat, params, speculate, f"race {len(races)}, {_NAMES[speculate]}")
@@ -569,8 +567,8 @@ def race(chat: Chat, argument: str = "") -> None:
             break
     others = others_share([(before, CPUTimes.now())]) or 0.0
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
-    for guesses, name in _NAMES.items():
-        table.add_column(f"{name} (ran first)" if guesses == first else name, ratio=1, overflow="fold")
+    for name in _NAMES.values():
+        table.add_column(name, ratio=1, overflow="fold")
     replies = [races[0][guesses] for guesses in _NAMES]
     table.add_row(*map(_figures, replies))
     table.add_row("", "")
