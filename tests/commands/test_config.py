@@ -130,31 +130,20 @@ def test_a_file_that_is_no_toml_is_not_written_over() -> None:
 
 
 def test_the_command_line_goes_before_the_table_and_that_before_the_rest(tiny: TinyFiles) -> None:
-    set_("model", str(tiny.pair.target))
-    set_("draft", "none")
-    set_("backend", "reference")
-    set_("temperature", "0")
-    set_("max-tokens", "5")
-    assert answer("-p", "la la")["stats"]["completion_tokens"] == 5
-    assert answer("la la la")["stats"]["completion_tokens"] == 5  # the one argument is the prompt, the model the file's
+    for setting in (("model", str(tiny.pair.target)), ("draft", "none"), ("backend", "reference"), ("max-tokens", "5")):
+        set_(*setting)
+    first = answer("la la la")["stats"]  # the one argument is the prompt, the model the file's
+    assert first["completion_tokens"] == 5
     set_("generate.max-tokens", "4")
     assert answer("-p", "la la")["stats"]["completion_tokens"] == 4
     assert answer("-p", "la la", "--max-tokens", "3")["stats"]["completion_tokens"] == 3
-
-
-def test_what_has_no_place_in_raw_text_is_left_out(tiny: TinyFiles) -> None:
-    written(f"model = {str(tiny.pair.target)!r}\nsystem = 'Be brief.'\nbackend = 'reference'\nmax-tokens = 2\n")
-    assert answer("--raw", "-p", "la la")["stats"]["completion_tokens"] == 2
-    assert_one_line(localspec("generate", "--raw", "-p", "x", "--system", "y"), 2, "--system needs the chat template")
-
-
-def test_the_system_prompt_reaches_the_model(tiny: TinyFiles) -> None:
-    options = (tiny.pair.target, "-p", "la", "--backend", "reference", "--max-tokens", "2")
-    plain = answer(*options)["stats"]["prompt_tokens"]
+    # The system prompt reaches the model, and is left out where it has no place.
     set_("system", "la la la la la la")
-    assert answer(*options)["stats"]["prompt_tokens"] > plain + 5
+    assert answer("la la la")["stats"]["prompt_tokens"] > first["prompt_tokens"] + 5
+    assert answer("--raw", "-p", "la la")["stats"]["completion_tokens"] == 4
+    assert_one_line(localspec("generate", "--raw", "-p", "x", "--system", "y"), 2, "--system needs the chat template")
     set_("generate.system", "")
-    assert answer(*options)["stats"]["prompt_tokens"] <= plain
+    assert answer("la la la")["stats"]["prompt_tokens"] <= first["prompt_tokens"]
 
 
 def given(command: str, *argv: str) -> dict[str, Any]:
