@@ -78,7 +78,7 @@ PROMPT = "> "
 EDIT = "/edit"  # result of Ctrl-X Ctrl-E
 
 
-class _CommandCompleter(Completer):
+class CommandCompleter(Completer):
     """Completes the last word of a command, or the path that follows it."""
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
@@ -152,7 +152,7 @@ class LineEditor:
         self._session: PromptSession[str] = PromptSession(
             erase_when_done=True,
             history=open_history(home() / "history"),
-            completer=_CommandCompleter(),
+            completer=CommandCompleter(),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
 from localspec.commands.chat import screen
 from localspec.commands.chat.chat import AnswerRecord, Chat
-from localspec.commands.chat.commands import COMMANDS, GROUPS, NOISE, complete, is_command, named, run_command, verdict
+from localspec.commands.chat.commands import COMMANDS, GROUPS, NOISE, is_command, named, run_command, verdict
+from localspec.commands.chat.prompt import CommandCompleter
 from localspec.commands.chat.screen import INDENT, ChatScreen, TextView, plain_parts, round_parts, status_line
 from localspec.commands.chat.typesetter import Style, token_style
 from localspec.errors import PromptTooLong
@@ -337,7 +340,7 @@ def test_settings() -> None:
     assert it.chat.params.top_k == 40
 
 
-def test_names_and_completion_of_commands() -> None:
+def test_names_and_completion_of_commands(tmp_path: Path) -> None:
     it = Scripted()
     for name, others in {"new": "clear reset cl", "quit": "exit bye q by", "help": "? h", "view": "vi"}.items():
         assert {named(typed) for typed in others.split()} == {name}
@@ -350,10 +353,20 @@ def test_names_and_completion_of_commands() -> None:
         it = Scripted()
         it.do(line)
         assert (it.chat.leaving, is_command(line), is_command(f" {line}")) == (True, True, False)
-    for before, word in (([], "/race"), (["/set"], "temperature"), (["/draft", "x"], "ngram")):
-        assert word in complete(before)
-    assert list(complete(["/view"])) == ["tokens", "reading", "rounds", "plain"]
-    assert list(complete(["/nonsense"])) == []
+    (tmp_path / "my notes.txt").touch()
+    completer, event = CommandCompleter(), CompleteEvent()
+    for typed, completed in {
+        "/rac": "/race",
+        "/clear x": "",
+        "/view r": "reading rounds",
+        "/view rounds r": "",
+        "/draft x ng": "ngram",
+        f"/file {tmp_path}/my": " notes.txt",
+        "/nonsense ": "",
+        "/view\nr": "",
+        "view r": "",
+    }.items():
+        assert " ".join(each.text for each in completer.get_completions(Document(typed), event)) == completed
 
 
 def test_help_is_in_groups_that_fit_a_small_screen() -> None:

@@ -157,8 +157,6 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
     missing: list[Entry] = []
     RunOptions().open(lambda what, fraction: None, late=missing)
     assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, list(AUTOMATIC))])
-    RunOptions().open(lambda what, fraction: None)
-    assert (fetched[1:], loaded[1:]) == ([target.name, draft.name], [(target.name, ["auto"])])
 
 
 def test_the_head_comes_before_the_draft_model_is_fetched(
