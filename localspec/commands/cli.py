@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from importlib import import_module
 from inspect import signature as signature_of
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +13,7 @@ from typer import Argument, Option
 
 from localspec._version import __version__
 from localspec.commands import config
-from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
+from localspec.errors import MAX_COUNT, MAX_THREADS, ModelFileError, did_you_mean
 from localspec.heads import PUBLISHED
 
 if TYPE_CHECKING:
@@ -733,24 +734,15 @@ def config_set(
 ) -> int:
     """Set a value, for all commands or (COMMAND.KEY) for one."""
 
+    from localspec.model_files.catalog import Catalog
+
     def check(name: str, value: Any) -> None:
         if name in ("model", "names", "words"):
-            _see_that_it_is_a_model(value)
+            with suppress(ModelFileError):  # not on this disk yet
+                Catalog.load().resolve(value[0] if isinstance(value, list) else value)
         _check(name, value)
 
     return config.set_command(_settings(), key, values, check)
-
-
-def _see_that_it_is_a_model(value: Any) -> None:
-    from localspec.errors import ModelFileError, UnknownModel
-    from localspec.model_files.catalog import Catalog
-
-    try:
-        Catalog.load().resolve(value[0] if isinstance(value, list) else value)
-    except UnknownModel:
-        raise
-    except ModelFileError:
-        pass  # not on this disk yet
 
 
 @command(group=config_app)

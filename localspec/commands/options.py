@@ -268,7 +268,7 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, late: bool = Fal
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
     missing = [entry for entry in named if not entry.present]
     if missing and not offline() and (asks or yes):
-        if asks and files.asked(missing) == "no":
+        if asks and files.asked(missing) == "n":
             raise ModelFileError(f"{missing[0].name} is not on this disk; run: localspec pull {missing[0].name}")
         _fetch(missing[0], missing)
     if model is not None:
@@ -289,9 +289,9 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, late: bool = Fal
         more = f" ({later} more for a draft model, if that makes answers faster here)" if others else ""
         larger = larger_choice(target) if late else None
         answer = files.asked([target], more, larger[1] if larger else "")
-        if answer == "no":
+        if answer == "n":
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
-        if larger and answer == "larger":
+        if larger and answer == "l":
             _fetch(larger[0], [larger[0]])
             files.note(f"from now on: localspec chat {larger[0].name}")
             return larger[0].name

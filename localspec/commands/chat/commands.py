@@ -257,7 +257,6 @@ class Command:
     help: str  # what it does, in a few words
     run: Callable[[Chat, str], None]  # does it; an error is raised
     words: Callable[[], Iterable[str]] = tuple  # what can be typed as its argument
-    several: bool = False  # whether it takes several of them
     takes_path: bool = False  # whether its argument is a path
 
 
@@ -290,19 +289,6 @@ def named(name: str) -> str:
     near = " or /".join(starting) or nearest(name, (*COMMANDS, *ALIASES))
     hint = f"did you mean /{near}?" if near else "/help lists the commands"
     raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
-
-
-def complete(before: list[str]) -> Iterable[str]:
-    """Words that can follow the words of a command so far."""
-    if not before:
-        return [f"/{name}" for name in COMMANDS]
-    name = before[0][1:]
-    command = COMMANDS.get(ALIASES.get(name, name))
-    return command.words() if command and (len(before) == 1 or command.several) else ()
-
-
-def takes_path(name: str) -> bool:
-    return name[1:] in COMMANDS and COMMANDS[name[1:]].takes_path
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -661,9 +647,7 @@ COMMANDS: dict[str, Command] = {
     "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
     "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
     "quit": Command("", "leave (Ctrl-D does too)", lambda chat, _: chat.leave()),
-    "draft": Command(
-        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
-    ),
+    "draft": Command("auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models),
     "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
     "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
     "stats": Command("", "figures, and how far guesses reached", _stats),

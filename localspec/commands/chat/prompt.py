@@ -22,7 +22,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from localspec.commands.chat.chat import Chat
-from localspec.commands.chat.commands import complete, takes_path
+from localspec.commands.chat.commands import ALIASES, COMMANDS
 from localspec.system.files import home
 from localspec.system.terminal import clip, decode
 
@@ -83,14 +83,15 @@ class CommandCompleter(Completer):
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
-        if not text.startswith("/") or "\n" in text:
-            return
         name, space, rest = text.partition(" ")
-        if space and takes_path(name):
+        command = COMMANDS.get(ALIASES.get(name[1:], name[1:])) if space else None
+        if not text.startswith("/") or "\n" in text or (space and command is None):
+            return
+        if command is not None and command.takes_path:
             yield from PathCompleter(expanduser=True).get_completions(Document(rest.lstrip()), complete_event)
             return
-        *before, current = text.split(" ")
-        for word in complete(before):
+        current = text.rpartition(" ")[2]
+        for word in [f"/{each}" for each in COMMANDS] if command is None else command.words():
             if word.startswith(current):
                 yield Completion(word, start_position=-len(current))
 

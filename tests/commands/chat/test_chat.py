@@ -359,7 +359,6 @@ def test_names_and_completion_of_commands(tmp_path: Path) -> None:
         "/rac": "/race",
         "/clear x": "",
         "/view r": "reading rounds",
-        "/view rounds r": "",
         "/draft x ng": "ngram",
         f"/file {tmp_path}/my": " notes.txt",
         "/nonsense ": "",
