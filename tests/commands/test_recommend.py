@@ -144,7 +144,6 @@ def test_what_was_measured_here_goes_before_what_is_assumed(monkeypatch: pytest.
 
     other = "qwen2.5-coder-3b"
     assumed, reached = rows()
-    assert (reached.share, reached.measured_with) == (REACHED, None)
     curves().put(key, PassTimes({1: 31.0, 2: 34.0}, noisy=True))
     assert rows() == (assumed, reached)  # a provisional time counts for nothing
     ms = 1e3 * DEFAULT.bytes / (0.8 * 40 * GB)
@@ -152,9 +151,7 @@ def test_what_was_measured_here_goes_before_what_is_assumed(monkeypatch: pytest.
     listed, reached = rows()
     assert (reached.share, reached.measured_with) == (pytest.approx(0.8, rel=1e-4), DEFAULT.name)
     assert listed[other].tokens_per_second / assumed[other].tokens_per_second == pytest.approx(0.8 / REACHED, rel=0.02)
-    own = listed[DEFAULT.name]
-    assert own.tokens_per_second == pytest.approx(SMALL_GAIN * 0.8 * 40 * GB / DEFAULT.bytes, abs=0.06)
-    assert not own.measured  # its gain is assumed
+    assert not listed[DEFAULT.name].measured  # its gain is assumed
     said = localspec("recommend", "--all").stdout.decode()
     assert f"80% of the memory's bandwidth (measured here with {DEFAULT.name})" in said
     measured = {"drafters": [], "speedups": {"all": 1.5}, "n_questions": 9, "n_guesses": 9}
