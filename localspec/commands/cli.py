@@ -52,7 +52,6 @@ MODEL = Argument(
     autocompletion=models,
     metavar="MODEL",
     help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
-    show_default=False,
 )
 DRAFT = Option(
     None,
@@ -65,14 +64,7 @@ DRAFT = Option(
     show_default="auto",
 )
 CTX = Option("auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits.")
-API_KEY = Option(
-    None,
-    metavar="KEY",
-    help="API key that clients must send.",
-    envvar="LOCALSPEC_API_KEY",
-    show_envvar=False,
-    show_default="$LOCALSPEC_API_KEY",
-)
+API_KEY = Option(None, metavar="KEY", help="API key that clients must send.", envvar="LOCALSPEC_API_KEY")
 BACKEND = Option("auto", metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")
 THREADS = Option(None, "--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
 
@@ -332,17 +324,13 @@ def chat(
 @command()
 def generate(
     model: str | None = MODEL,
-    text: str | None = Argument(
-        None, metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words.", show_default=False
-    ),
+    text: str | None = Argument(None, metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words."),
     prompt: str | None = Option(
         None, "--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"
     ),
     raw: bool = Option(False, "--raw", help="Continue the prompt verbatim, without the chat template."),
     format: Format = Option("text", help="Output format."),
-    json_schema: str | None = Option(
-        None, "--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema."
-    ),
+    json_schema: str | None = Option(None, metavar="FILE", help="Constrain the answer to this JSON schema."),
     grammar: str | None = Option(None, metavar="FILE", help="Constrain the answer to this GBNF grammar."),
     think: Think = THINK,
     think_budget: int | None = THINK_BUDGET,
@@ -364,7 +352,6 @@ def bench(
         None,
         metavar="[MODEL] | show FILE | compare A B",
         help="Model to measure; or one bench --json file to show, or two to compare.",
-        show_default=False,
     ),
     quick: bool = Option(False, "--quick", help="Two-minute run with short answers."),
     full: bool = Option(False, "--full", help="Long answers, also fixed draft lengths, no time limit."),
@@ -453,7 +440,6 @@ def serve(
         autocompletion=models,
         metavar="MODEL...",
         help="Model to load and serve; or several, loaded when asked for. Default: all on this disk.",
-        show_default=False,
     ),
     host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
     port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
@@ -477,10 +463,7 @@ def serve(
         None, "--alias", metavar="NAME", help="Additional model name to accept; repeatable."
     ),
     origins: list[str] | None = Option(
-        None,
-        "--allow-origin",
-        metavar="URL",
-        help="Allow requests from web pages of this origin (CORS); repeatable.",
+        None, "--allow-origin", metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable."
     ),
     corpora: list[str] | None = Option(
         None,
@@ -519,11 +502,8 @@ def launch(
         autocompletion=_agents,
         metavar="PROGRAM",
         help="Coding agent: claude, codex, opencode, aider, goose, qwen.",
-        show_default=False,
     ),
-    arguments: list[str] | None = Argument(
-        None, metavar="-- ARGS...", help="Arguments for the program.", show_default=False
-    ),
+    arguments: list[str] | None = Argument(None, metavar="-- ARGS...", help="Arguments for the program."),
     model: str | None = Option(
         None,
         "--model",
@@ -553,10 +533,7 @@ def launch(
 @command(runs="replay.command:replay_command")
 def replay(
     file: str = Argument(
-        ...,
-        metavar="FILE",
-        help="Output of generate --format events, or a chat saved by /save; - is standard input.",
-        show_default=False,
+        ..., metavar="FILE", help="Output of generate --format events, or a chat saved by /save; - is standard input."
     ),
     html: str | None = Option(
         None, metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"
@@ -605,7 +582,6 @@ def pull(
         autocompletion=models,
         metavar="NAME...",
         help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
-        show_default=False,
     ),
     check: bool = Option(
         False, "--check", help="Check that models (default: all) still exist on the hub; download nothing."
@@ -635,26 +611,19 @@ def recommend(
 
 @command(runs="files:rm_command")
 def rm(
-    names: list[str] = Argument(
-        ..., autocompletion=models_here, metavar="NAME...", help="Models to remove.", show_default=False
-    ),
+    names: list[str] = Argument(..., autocompletion=models_here, metavar="NAME...", help="Models to remove."),
 ) -> None:
     """Remove models from this disk."""
 
 
 @command(runs="files:cache_command")
-def cache(
-    clear: bool = Option(False, "--clear", help="Delete them."),
-    as_json: bool = JSON,
-) -> None:
+def cache(clear: bool = Option(False, "--clear", help="Delete them."), as_json: bool = JSON) -> None:
     """List the prompts on this disk that chat and serve need not read again."""
 
 
 @command(runs="files:inspect_command")
 def inspect(
-    model: str = Argument(
-        ..., autocompletion=models_here, metavar="FILE", help="Path or name of a model file.", show_default=False
-    ),
+    model: str = Argument(..., autocompletion=models_here, metavar="FILE", help="Path or name of a model file."),
     as_json: bool = JSON,
 ) -> None:
     """Show what is in a model file: sizes, vocabulary, chat template, memory use."""
@@ -717,7 +686,6 @@ KEY = Argument(
     autocompletion=_keys,
     metavar="KEY",
     help="An option without its dashes (ctx), or one of a single command (serve.port).",
-    show_default=False,
 )
 
 
@@ -725,11 +693,7 @@ KEY = Argument(
 def config_set(
     key: str = KEY,
     values: list[str] = Argument(
-        ...,
-        autocompletion=_values,
-        metavar="VALUE...",
-        help="Value; several for an option that is repeatable.",
-        show_default=False,
+        ..., autocompletion=_values, metavar="VALUE...", help="Value; several for an option that is repeatable."
     ),
 ) -> int:
     """Set a value, for all commands or (COMMAND.KEY) for one."""
