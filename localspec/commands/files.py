@@ -107,10 +107,6 @@ def _comparison(entry: Entry, n_bytes: int | None) -> str:
     return f"holds: {size_text(n_bytes)}; never fetched by us"
 
 
-def at_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-
-
 def asked(entries: Sequence[Entry], more: str = "", larger: str = "") -> str:
     """Ask whether models that are not on this disk are to be fetched: ``y``, ``n``, or ``l``. ``more`` names what else
     may be, ``larger`` a model that can be taken instead, by one key."""

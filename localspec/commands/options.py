@@ -264,7 +264,8 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, late: bool = Fal
 
     ``late``: the draft model is left to ``LateDraft``. ``yes``: nothing is asked.
     """
-    asks = files.at_terminal() and not yes and not offline()
+    at_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    asks = at_terminal and not yes and not offline()
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
     missing = [entry for entry in named if not entry.present]
     if missing and not offline() and (asks or yes):
@@ -306,10 +307,12 @@ def ensure_model(model: str | None, drafters: Sequence[str], *, late: bool = Fal
 
 
 def larger_choice(target: Entry) -> tuple[Entry, str] | None:
-    """What else would fit at a first chat: the largest model that answers fast enough, and a line on it."""
-    best = recommend.larger_than(target, recommend.look()[0])
-    if best is None:
+    """What else would fit at a first chat: the largest model that answers fast enough, one that was checked if there is
+    one, and a line on it."""
+    larger = [each for each in recommend.look()[0] if each.answers and each.bytes > target.bytes]
+    if not larger:
         return None
+    best = next((each for each in larger if each.checked), larger[0])
     size, rate = size_text(best.bytes), best.tokens_per_second or 0.0
     known = "" if best.checked else "; never run by us, its size and digest are the hub's"
     line = f"{best.name} instead ({size}, {files.minutes_text(best.minutes)}, some {rate:.0f} tok/s{known})"
