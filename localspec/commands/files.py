@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -289,14 +290,12 @@ class PullProgress(Progress):
     """Progress of a pull: a line redrawn on a terminal, else one every tenth or minute. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.progress import Progress as Tasks
-
         super().__init__()
         self._clock = clock
-        self._tasks = Tasks(disable=True, get_time=clock, speed_estimate_period=_WINDOW_S)  # what estimates the speed
         self._now = ""
         self._tenth = -1
         self._told = 0.0
+        self._recent: deque[tuple[float, int]] = deque()
 
     def say(self, line: str) -> None:
         self.clear()
@@ -304,27 +303,36 @@ class PullProgress(Progress):
 
     def watch(self, what: str, done: int, total: int) -> None:
         """See ``sources.base.Watch``."""
+        now = self._clock()
+        if what != self._now:
+            self._now, self._tenth = what, -1
+            self._recent.clear()
         if not total:
             self.report(what, None)
             return
-        if what != self._now:
-            self._now, self._tenth = what, -1
-            self._tasks.add_task(what, total=total)
-        task = self._tasks.tasks[-1]
-        self._tasks.update(task.id, completed=done)
-        figures = f"{size_text(done)} of {size_text(total)}"
-        if task.speed:
-            left = left_text((total - done) / task.speed)
-            figures += f", {size_text(task.speed)}/s" + (f", {left}" if left else "")
+        figures = f"{size_text(done)} of {size_text(total)}{self._speed(now, done, total)}"
         if self.live:
             columns, _ = terminal_size()
             room = columns - len(figures) - len(": ") - len(" 100%") - 1
             self.report(f"{clip(what, max(room, 12))}: {figures}", done / total)
             return
-        tenth, now = done * 10 // total, self._clock()
+        tenth = done * 10 // total
         if tenth > self._tenth or now - self._told >= _MINUTE:
             self._tenth, self._told = tenth, now
             self.report(f"{what}: {done * 100 // total} %, {figures}", None)
+
+    def _speed(self, now: float, done: int, total: int) -> str:
+        """Speed over the last seconds, and the time left."""
+        recent = self._recent
+        if not recent or now - recent[-1][0] >= _WINDOW_S / 20:
+            recent.append((now, done))
+        while len(recent) > 1 and now - recent[0][0] > _WINDOW_S:
+            recent.popleft()
+        seconds, n_bytes = now - recent[0][0], done - recent[0][1]
+        if seconds < 0.2 or n_bytes <= 0:
+            return ""
+        left = left_text((total - done) * seconds / n_bytes)
+        return f", {size_text(n_bytes / seconds)}/s" + (f", {left}" if left else "")
 
 
 _MINUTE = 60.0
