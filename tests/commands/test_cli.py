@@ -134,29 +134,24 @@ def test_models_on_the_disk_are_completed_first(monkeypatch: pytest.MonkeyPatch)
 PLAIN = ("--backend", "reference", "--draft", "none", "-p", "x")
 
 
-def test_files_that_are_no_models(tiny: TinyFiles, tmp_path: Path) -> None:
+def test_what_cannot_answer_is_one_line(tiny: TinyFiles, tmp_path: Path) -> None:
     """What else a damaged file may be is for tests/backends/test_damaged_models.py and the fuzzer."""
     for i, data in enumerate((b"", b"hello, I am a text file that somebody renamed", tiny.bpe.read_bytes()[:50_000])):
         (tmp_path / f"{i}.gguf").write_bytes(data)
-    for path in (*tmp_path.glob("*.gguf"), tiny.tokenizer_only, tiny.embedding):
-        assert_one_line(localspec("generate", path, *PLAIN), 1, path.name)
+    files = (*tmp_path.glob("*.gguf"), tiny.tokenizer_only, tiny.embedding)
     template = {"tokenizer.chat_template": "{{ raise_exception('no') }}"}
-    path = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_layer=1), extra=template)
-    assert_one_line(localspec("generate", path, *PLAIN), 1, "template")
-
-
-def test_what_a_model_cannot_do_is_one_line(tiny: TinyFiles) -> None:
-    chat, generate = ["chat"], ["generate", "-p", "x"]
-    long = ["generate", tiny.quick.target, "--ctx", "16", *PLAIN[:4], "-p", "word " * 50]
+    odd = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_layer=1), extra=template)
     for arguments, status, *parts in (
-        ([*generate, "qwen2.5-coder-1.5b"], 1, "localspec pull qwen2.5-coder-1.5b"),
-        (generate, 1, "LOCALSPEC_OFFLINE"),
-        (chat, 1, "LOCALSPEC_OFFLINE"),
-        ([*generate, tiny.bpe, "--backend", "llamacpp"], 2, "llama-cpp"),
-        ([*generate, tiny.quick.target, "--backend", "reference", "--draft", tiny.embedding], 1, tiny.embedding.name),
-        (long, 2, "16", "--ctx"),
+        *(([path, *PLAIN], 1, path.name) for path in files),
+        ([odd, *PLAIN], 1, "template"),
+        (["qwen2.5-coder-1.5b", "-p", "x"], 1, "localspec pull qwen2.5-coder-1.5b"),
+        (["-p", "x"], 1, "LOCALSPEC_OFFLINE"),
+        ([tiny.bpe, "--backend", "llamacpp", "-p", "x"], 2, "llama-cpp"),
+        ([tiny.quick.target, "--draft", tiny.embedding, *PLAIN[:2], "-p", "x"], 1, tiny.embedding.name),
+        ([tiny.quick.target, "--ctx", "16", *PLAIN[:4], "-p", "word " * 50], 2, "16", "--ctx"),
     ):
-        assert_one_line(localspec(*arguments), status, *parts)
+        assert_one_line(localspec("generate", *arguments), status, *parts)
+    assert_one_line(localspec("chat"), 1, "LOCALSPEC_OFFLINE")
 
 
 class Disk:

@@ -99,8 +99,9 @@ class Fetching:
         return entry.path
 
 
+@pytest.mark.parametrize("then", ["it comes", "the person leaves", "another is chosen"])
 def test_the_chat_answers_while_the_draft_is_fetched(
-    llm: LLM, chat: Chat, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, chat: Chat, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     fetching = Fetching(monkeypatch)
     late = chat.late = LateDraft(llm, [DRAFT])
@@ -109,26 +110,18 @@ def test_the_chat_answers_while_the_draft_is_fetched(
     assert "; fetching the draft model some-draft 50%." in shown(chat)
     assert chat.ask("x")
     assert "fetching the draft model some-draft 50%" in chat.toolbar
-    fetching.go_on.set()
-    finished(late)
-    assert (llm.draft_names, "fetching" in chat.toolbar) == (names(tiny), False)
-    assert chat.ask("x")
-
-
-@pytest.mark.parametrize("chooses", [False, True])
-def test_leaving_or_choosing_a_draft_breaks_it_off(
-    llm: LLM, chat: Chat, monkeypatch: pytest.MonkeyPatch, chooses: bool
-) -> None:
-    fetching = Fetching(monkeypatch)
-    late = chat.late = LateDraft(llm, [DRAFT])
-    assert fetching.half.wait(SOON)
-    if chooses:
-        assert run_command(chat, "/draft ngram")
+    if then == "it comes":
+        fetching.go_on.set()
     else:
-        late.stop()
-    assert fetching.broke_off.wait(SOON)
+        if then == "another is chosen":
+            assert run_command(chat, "/draft ngram")
+        else:
+            late.stop()
+        assert fetching.broke_off.wait(SOON)
     finished(late)
-    assert (llm.draft_names, late.notes) == (["ngram"], [])
+    expected = names(tiny) if then == "it comes" else ["ngram"]
+    assert (llm.draft_names, late.notes, "fetching" in chat.toolbar) == (expected, [], False)
+    assert chat.ask("x")
 
 
 def test_what_came_up_meanwhile_is_said_once_at_the_next_prompt(
