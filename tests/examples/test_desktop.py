@@ -164,6 +164,7 @@ def test_the_switch_decodes_plainly(window: Any, tiny: TinyFiles) -> None:
     click(it.new_chat)
     assert it.transcript.toPlainText() == ""
     QtTest.QTest.keyClick(it.speculate, Qt.Key.Key_Space)
+    it.draft_length.setCurrentText("3")
     speculative = ask(it, "hello")
     assert speculative.stats["num_draft_tokens"] > 0
     assert speculative.token_ids == plain.token_ids  # the reference engine is exact
