@@ -215,9 +215,7 @@ def _help_without_command(ctx: typer.Context) -> None:
 
 def command_group(name: str, help_text: str) -> typer.Typer:
     """A command that has commands of its own."""
-    group = typer.Typer(name=name, help=help_text)
-    group.callback(invoke_without_command=True)(_help_without_command)
-    return group
+    return typer.Typer(name=name, help=help_text, invoke_without_command=True, callback=_help_without_command)
 
 
 def command(

@@ -16,7 +16,7 @@ from prompt_toolkit.document import Document
 from localspec.commands.chat.chat import AnswerRecord, Chat
 from localspec.commands.chat.commands import COMMANDS, GROUPS, NOISE, is_command, named, run_command, verdict
 from localspec.commands.chat.prompt import CommandCompleter
-from localspec.commands.chat.screen import INDENT, ChatScreen, TextView, plain_parts, round_parts
+from localspec.commands.chat.screen import INDENT, ChatScreen, TextView, guessing, plain_parts, round_parts
 from localspec.commands.chat.typesetter import Style
 from localspec.errors import PromptTooLong
 from localspec.sampling.sampling import SamplingParams
@@ -418,6 +418,12 @@ def test_plain_rounds_in_a_row_share_a_line_with_all_of_their_text() -> None:
     out = it.out
     assert out.startswith("   1-40 plain, 40 tokens  plain0 plain1")
     assert (out.count("plain39"), out.count("WRONG"), out.count("\n") < 12) == (1, 1, True)
+
+
+def test_who_guesses_is_one_sentence() -> None:
+    names = ["ngram", "corpus:~/src", "head", "SmolLM2-135M-Instruct.Q4_1", "Item-Editor"]
+    who = "Guessing by copying from the text, copying from ~/src, head, SmolLM2-135M and Item-Editor"
+    assert (guessing(names), guessing(names, "loading")) == (f"{who}.", f"{who}; loading.")
 
 
 def test_the_legend_has_the_kinds_in_use_and_fits() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from localspec.commands.chat.screen import TokensView
-from localspec.commands.chat.typesetter import Style, Typesetter
+from localspec.commands.chat.typesetter import Style, Typesetter, token_style
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.terminal import clip, on_one_line, visible, width
 from tests.support.emulator import Emulator
@@ -141,6 +141,8 @@ def test_every_source_has_its_own_colour_and_its_own_attribute() -> None:
     for colour in (True, False):
         paint = Emulator().chat_screen(colour=colour).paint
         assert len({paint("x", style) for style in kinds}) == len(kinds)
+    styles = {token_style("accepted", source) for source in ("model", "ngram", "head", "early-exit")}
+    assert (len(styles), token_style("bonus", "head")) == (3, Style.TARGET)
 
 
 def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_apart() -> None:
