@@ -159,8 +159,9 @@ OPTIONS = ["--draft", "none", "--backend", "reference", "--temperature", "0", "-
 
 
 def test_a_conversation_is_gone_on_with(open_chat: Open, tiny: TinyFiles, isolated_home: Path) -> None:
-    assert localspec("chat", tiny.pair.target, *OPTIONS, stdin=b"one\n").returncode == 0
-    assert not (isolated_home / "chats").exists()  # a pipe keeps none
+    for keeps_none in ([], ["--continue", "--no-keep"]):  # a pipe, and what says so
+        assert localspec("chat", tiny.pair.target, *keeps_none, *OPTIONS, stdin=b"one\n").returncode == 0
+        assert not (isolated_home / "chats").exists()
     first = localspec("chat", tiny.pair.target, "--continue", *OPTIONS, stdin=b"first question\n")
     assert b"no saved conversation yet" in first.stderr
     (kept,) = (isolated_home / "chats").iterdir()
