@@ -155,11 +155,8 @@ def _folder() -> Path:
 
 
 def _files() -> list[Path]:
-    found = []
-    for path in _folder().glob("*.chat"):
-        with suppress(OSError):  # removed by another chat meanwhile
-            found.append((path.stat().st_mtime_ns, path.name, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    """The latest first; one that another chat removed meanwhile is the last."""
+    return sorted(_folder().glob("*.chat"), key=lambda path: (_stamp(path) or 0, path.name), reverse=True)
 
 
 # A chat in a file: a saved session with notes on how its answers came about.

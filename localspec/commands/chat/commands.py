@@ -9,11 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TextIO, TypeVar
 
 from rich.table import Table
@@ -64,12 +64,13 @@ def edit(text: str) -> tuple[str, str | None]:
     command = next(filter(None, (*named, *usual)), None)
     if command is None:
         raise UsageError("no editor was found; set EDITOR to its command")
-    handle, name = tempfile.mkstemp(prefix="localspec-", suffix=".md")
-    path = Path(name)
-    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+    with NamedTemporaryFile(
+        "w", encoding="utf-8", errors="replace", prefix="localspec-", suffix=".md", delete=False
+    ) as file:
         file.write(text)
+    path = Path(file.name)
     with interrupts_left_to_others():
-        quoted = f'"{name}"' if sys.platform == "win32" else shlex.quote(name)
+        quoted = f'"{path}"' if sys.platform == "win32" else shlex.quote(str(path))
         status = subprocess.call(f"{command} {quoted}", shell=True)  # the variables hold command lines
     try:
         edited = path.read_text(encoding="utf-8-sig").rstrip("\n")
