@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from importlib import import_module
 from inspect import signature as signature_of
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from localspec._version import __version__
 from localspec.commands import config
-from localspec.errors import MAX_COUNT, MAX_THREADS, did_you_mean
+from localspec.errors import MAX_COUNT, MAX_THREADS, ModelFileError, did_you_mean
 from localspec.heads import PUBLISHED
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ MODEL = Argument(
     autocompletion=models,
     metavar="MODEL",
     help="Catalogue name, path of a .gguf file, or hf:OWNER/REPO/FILE.gguf. Default: the catalogue's default pair.",
-    show_default=False,
 )
 DRAFT = Option(
     None,
@@ -64,37 +64,16 @@ DRAFT = Option(
     show_default="auto",
 )
 CTX = Option("auto", "--ctx", metavar="auto|N", help="Context size in tokens, including the answer; auto: what fits.")
-API_KEY = Option(
-    None,
-    metavar="KEY",
-    help="API key that clients must send.",
-    envvar="LOCALSPEC_API_KEY",
-    show_envvar=False,
-    show_default="$LOCALSPEC_API_KEY",
-)
+API_KEY = Option(None, metavar="KEY", help="API key that clients must send.", envvar="LOCALSPEC_API_KEY")
 BACKEND = Option("auto", metavar="auto|llama-cpp|ik-llama|mlx|reference", help="Inference engine.")
 THREADS = Option(None, "--threads", min=1, max=MAX_THREADS, help="CPU threads.", show_default="the physical cores")
 
 
-def _one_of(words: str) -> Callable[[str | None], str | None]:
-    """A callback that takes one of these words, or none."""
-
-    def known(value: str | None) -> str | None:
-        if value is not None and value not in words.split("|"):
-            raise typer.BadParameter(f"must be one of {words.replace('|', ', ')}, not {value!r}")
-        return value
-
-    return known
-
-
 # Repeated here: what reads them imports much.
-_THINK, _VIEWS, _FORMATS = "auto|on|off|low|medium|high", "tokens|reading|rounds|plain", "text|json|events"
-THINK = Option(
-    "auto",
-    metavar=_THINK,
-    callback=_one_of(_THINK),
-    help="Whether the model thinks before answering, if its chat template supports the choice.",
-)
+Think = Literal["auto", "on", "off", "low", "medium", "high"]
+View = Literal["tokens", "reading", "rounds", "plain"]
+Format = Literal["text", "json", "events"]
+THINK = Option("auto", help="Whether the model thinks before answering, if its chat template supports the choice.")
 THINK_BUDGET = Option(None, min=0, max=MAX_COUNT, metavar="N", help="Maximum thinking tokens.")
 PROMPT_CACHE = Option(
     "2GB",
@@ -236,9 +215,7 @@ def _help_without_command(ctx: typer.Context) -> None:
 
 def command_group(name: str, help_text: str) -> typer.Typer:
     """A command that has commands of its own."""
-    group = typer.Typer(name=name, help=help_text)
-    group.callback(invoke_without_command=True)(_help_without_command)
-    return group
+    return typer.Typer(name=name, help=help_text, invoke_without_command=True, callback=_help_without_command)
 
 
 def command(
@@ -325,15 +302,9 @@ def chat(
         help="Also draft from the text files of this folder; remembered for chats started here.",
         show_default="as remembered",
     ),
-    think: str = THINK,
+    think: Think = THINK,
     think_budget: int | None = THINK_BUDGET,
-    view: str | None = Option(
-        None,
-        metavar=_VIEWS,
-        callback=_one_of(_VIEWS),
-        help="How answers are shown.",
-        show_default="tokens",
-    ),
+    view: View | None = Option(None, help="How answers are shown.", show_default="tokens"),
     resume: bool = Option(False, "--continue", help="Continue the last conversation, with its model."),
     keep: bool = Option(
         True, "--keep/--no-keep", help="Save the conversation in LOCALSPEC_HOME; the last 50 are kept."
@@ -351,19 +322,15 @@ def chat(
 @command()
 def generate(
     model: str | None = MODEL,
-    text: str | None = Argument(
-        None, metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words.", show_default=False
-    ),
+    text: str | None = Argument(None, metavar="PROMPT", help="Prompt to answer; without MODEL it needs several words."),
     prompt: str | None = Option(
         None, "--prompt", "-p", metavar="TEXT", help="Prompt, if not an argument.", show_default="standard input"
     ),
     raw: bool = Option(False, "--raw", help="Continue the prompt verbatim, without the chat template."),
-    format: str = Option("text", metavar=_FORMATS, callback=_one_of(_FORMATS), help="Output format."),
-    json_schema: str | None = Option(
-        None, "--json-schema", metavar="FILE", help="Constrain the answer to this JSON schema."
-    ),
+    format: Format = Option("text", help="Output format."),
+    json_schema: str | None = Option(None, metavar="FILE", help="Constrain the answer to this JSON schema."),
     grammar: str | None = Option(None, metavar="FILE", help="Constrain the answer to this GBNF grammar."),
-    think: str = THINK,
+    think: Think = THINK,
     think_budget: int | None = THINK_BUDGET,
     **options: Any,
 ) -> int:
@@ -383,7 +350,6 @@ def bench(
         None,
         metavar="[MODEL] | show FILE | compare A B",
         help="Model to measure; or one bench --json file to show, or two to compare.",
-        show_default=False,
     ),
     quick: bool = Option(False, "--quick", help="Two-minute run with short answers."),
     full: bool = Option(False, "--full", help="Long answers, also fixed draft lengths, no time limit."),
@@ -472,7 +438,6 @@ def serve(
         autocompletion=models,
         metavar="MODEL...",
         help="Model to load and serve; or several, loaded when asked for. Default: all on this disk.",
-        show_default=False,
     ),
     host: str = Option("127.0.0.1", help="Address to listen on; a non-loopback address requires --api-key."),
     port: int = Option(8642, min=0, max=65535, help="Port to listen on; 0 picks a free one."),
@@ -496,10 +461,7 @@ def serve(
         None, "--alias", metavar="NAME", help="Additional model name to accept; repeatable."
     ),
     origins: list[str] | None = Option(
-        None,
-        "--allow-origin",
-        metavar="URL",
-        help="Allow requests from web pages of this origin (CORS); repeatable.",
+        None, "--allow-origin", metavar="URL", help="Allow requests from web pages of this origin (CORS); repeatable."
     ),
     corpora: list[str] | None = Option(
         None,
@@ -538,11 +500,8 @@ def launch(
         autocompletion=_agents,
         metavar="PROGRAM",
         help="Coding agent: claude, codex, opencode, aider, goose, qwen.",
-        show_default=False,
     ),
-    arguments: list[str] | None = Argument(
-        None, metavar="-- ARGS...", help="Arguments for the program.", show_default=False
-    ),
+    arguments: list[str] | None = Argument(None, metavar="-- ARGS...", help="Arguments for the program."),
     model: str | None = Option(
         None,
         "--model",
@@ -572,10 +531,7 @@ def launch(
 @command(runs="replay.command:replay_command")
 def replay(
     file: str = Argument(
-        ...,
-        metavar="FILE",
-        help="Output of generate --format events, or a chat saved by /save; - is standard input.",
-        show_default=False,
+        ..., metavar="FILE", help="Output of generate --format events, or a chat saved by /save; - is standard input."
     ),
     html: str | None = Option(
         None, metavar="OUT", help="Page to write; - is standard output.", show_default="FILE with suffix .html"
@@ -624,7 +580,6 @@ def pull(
         autocompletion=models,
         metavar="NAME...",
         help="Catalogue names, parts of them, or hf:OWNER/REPO/FILE.gguf. Default: the default pair.",
-        show_default=False,
     ),
     check: bool = Option(
         False, "--check", help="Check that models (default: all) still exist on the hub; download nothing."
@@ -654,26 +609,19 @@ def recommend(
 
 @command(runs="files:rm_command")
 def rm(
-    names: list[str] = Argument(
-        ..., autocompletion=models_here, metavar="NAME...", help="Models to remove.", show_default=False
-    ),
+    names: list[str] = Argument(..., autocompletion=models_here, metavar="NAME...", help="Models to remove."),
 ) -> None:
     """Remove models from this disk."""
 
 
 @command(runs="files:cache_command")
-def cache(
-    clear: bool = Option(False, "--clear", help="Delete them."),
-    as_json: bool = JSON,
-) -> None:
+def cache(clear: bool = Option(False, "--clear", help="Delete them."), as_json: bool = JSON) -> None:
     """List the prompts on this disk that chat and serve need not read again."""
 
 
 @command(runs="files:inspect_command")
 def inspect(
-    model: str = Argument(
-        ..., autocompletion=models_here, metavar="FILE", help="Path or name of a model file.", show_default=False
-    ),
+    model: str = Argument(..., autocompletion=models_here, metavar="FILE", help="Path or name of a model file."),
     as_json: bool = JSON,
 ) -> None:
     """Show what is in a model file: sizes, vocabulary, chat template, memory use."""
@@ -736,7 +684,6 @@ KEY = Argument(
     autocompletion=_keys,
     metavar="KEY",
     help="An option without its dashes (ctx), or one of a single command (serve.port).",
-    show_default=False,
 )
 
 
@@ -744,33 +691,20 @@ KEY = Argument(
 def config_set(
     key: str = KEY,
     values: list[str] = Argument(
-        ...,
-        autocompletion=_values,
-        metavar="VALUE...",
-        help="Value; several for an option that is repeatable.",
-        show_default=False,
+        ..., autocompletion=_values, metavar="VALUE...", help="Value; several for an option that is repeatable."
     ),
 ) -> int:
     """Set a value, for all commands or (COMMAND.KEY) for one."""
 
+    from localspec.model_files.catalog import Catalog
+
     def check(name: str, value: Any) -> None:
         if name in ("model", "names", "words"):
-            _see_that_it_is_a_model(value)
+            with suppress(ModelFileError):  # not on this disk yet
+                Catalog.load().resolve(value[0] if isinstance(value, list) else value)
         _check(name, value)
 
     return config.set_command(_settings(), key, values, check)
-
-
-def _see_that_it_is_a_model(value: Any) -> None:
-    from localspec.errors import ModelFileError, UnknownModel
-    from localspec.model_files.catalog import Catalog
-
-    try:
-        Catalog.load().resolve(value[0] if isinstance(value, list) else value)
-    except UnknownModel:
-        raise
-    except ModelFileError:
-        pass  # not on this disk yet
 
 
 @command(group=config_app)

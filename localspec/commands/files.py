@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from localspec.errors import DownloadError, ModelFileError
 from localspec.model_files.catalog import ROOM, Catalog, Entry
@@ -108,32 +108,25 @@ def _comparison(entry: Entry, n_bytes: int | None) -> str:
     return f"holds: {size_text(n_bytes)}; never fetched by us"
 
 
-def at_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-
-
-def asked(entries: Sequence[Entry], more: str = "", larger: str = "") -> Literal["yes", "no", "larger"]:
-    """Ask whether models that are not on this disk are to be fetched; ``more`` names what else may be, ``larger`` a
-    model that can be taken instead, by one key."""
+def asked(entries: Sequence[Entry], more: str = "", larger: str = "") -> str:
+    """Ask whether models that are not on this disk are to be fetched: ``y``, ``n``, or ``l``. ``more`` names what else
+    may be, ``larger`` a model that can be taken instead, by one key."""
     names, size = " and ".join(entry.name for entry in entries), sum(entry.bytes for entry in entries)
     one = len(entries) == 1
     minutes = f", {minutes_text(fetch_minutes(size))}"
     what = f"{names} {'is' if one else 'are'} not here" + (f": {size_text(size)}{minutes}" if size else "") + more
     if larger:
         note(f"l takes {larger}")
-    answers: dict[str, Literal["yes", "no", "larger"]]
-    answers = {"": "yes", "y": "yes", "yes": "yes", "n": "no", "no": "no"}
-    if larger:
-        answers |= {"l": "larger", "larger": "larger"}
     while True:
         keys = "[Y/n/l]" if larger else "[Y/n]"
         print(f"{what}. Fetch {'it' if one else 'them'}? {keys} ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
             print(file=sys.stderr)
-            return "no"
-        if answer := answers.get(line.strip().lower()):
-            return answer
+            return "n"
+        answer = line.strip().lower() or "y"
+        if answer in ("y", "yes", "n", "no") or (larger and answer in ("l", "larger")):
+            return answer[0]
 
 
 def minutes_text(minutes: float) -> str:
@@ -149,7 +142,7 @@ def wants_draft(entries: Sequence[Entry]) -> bool:
     declined = (store.get(key) or {}).get("when")
     if isinstance(declined, int | float) and 0 <= time.time() - declined < DECLINED_S:
         return False
-    if asked(entries) == "yes":
+    if asked(entries) == "y":
         return True
     store.put(key, {"when": time.time()})
     note(f"not asked again for a week: localspec pull {key['models']} fetches it, deleting {store.folder} asks again")

@@ -138,7 +138,7 @@ class RunOptions:
         self.set_up_logging()
         corpora = self.corpora()
         drafters = self.drafters() if late is None else [*AUTOMATIC, *corpora]
-        model = ensure_model(self.model, drafters, sparing=True, late=late is not None, yes=self.yes)
+        model = ensure_model(self.model, drafters, late=late is not None, yes=self.yes)
         if late is not None and self.model is None and not offline():
             catalog = Catalog.load()
             late += [catalog[name] for name in catalog[model].draft[:1] if not catalog[name].present]
@@ -258,20 +258,18 @@ def base_model_notes(llm: LLM) -> list[str]:
     return [f"{entry.name} is {entry.note}; localspec generate --raw continues text"]
 
 
-def ensure_model(
-    model: str | None, drafters: Sequence[str], *, sparing: bool = False, late: bool = False, yes: bool = False
-) -> str:
+def ensure_model(model: str | None, drafters: Sequence[str], *, late: bool = False, yes: bool = False) -> str:
     """The model to load. What is not on disk is fetched, after a question at a terminal; without one, the default pair
-    is fetched and a named model is not (``ModelFileError``).
+    is fetched, no draft model where a head is on disk, and a named model is not (``ModelFileError``).
 
-    ``sparing``: no draft model where a head is on disk. ``late``: the draft model is left to ``LateDraft``. ``yes``:
-    nothing is asked.
+    ``late``: the draft model is left to ``LateDraft``. ``yes``: nothing is asked.
     """
-    asks = files.at_terminal() and not yes and not offline()
+    at_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    asks = at_terminal and not yes and not offline()
     named = [entry for name in dict.fromkeys([model, *drafters]) if name is not None and (entry := _known(name))]
     missing = [entry for entry in named if not entry.present]
     if missing and not offline() and (asks or yes):
-        if asks and files.asked(missing) == "no":
+        if asks and files.asked(missing) == "n":
             raise ModelFileError(f"{missing[0].name} is not on this disk; run: localspec pull {missing[0].name}")
         _fetch(missing[0], missing)
     if model is not None:
@@ -279,9 +277,7 @@ def ensure_model(
     target, *drafts = Catalog.load().default_pair()
     others = [entry for entry in drafts if not entry.present and (late or "auto" in drafters)]
     if target.present:
-        if not others or late or offline() or (sparing and _has_head(target)):
-            return target.name
-        if not asks or files.wants_draft(others):
+        if others and not (late or offline() or _has_head(target)) and (not asks or files.wants_draft(others)):
             _fetch(target, others)
         return target.name
     if offline():
@@ -289,33 +285,34 @@ def ensure_model(
             f"the default model {target.name} is not on this disk and LOCALSPEC_OFFLINE forbids fetching it; "
             "name a .gguf file, or pull it elsewhere and set LOCALSPEC_HOME"
         )
-    at_once, perhaps = ([target], others) if sparing or late else ([target, *others], [])
     if asks:
-        later = size_text(sum(entry.bytes for entry in perhaps))
-        more = f" ({later} more for a draft model, if that makes answers faster here)" if perhaps else ""
+        later = size_text(sum(entry.bytes for entry in others))
+        more = f" ({later} more for a draft model, if that makes answers faster here)" if others else ""
         larger = larger_choice(target) if late else None
-        answer = files.asked(at_once, more, larger[1] if larger else "")
-        if answer == "no":
+        answer = files.asked([target], more, larger[1] if larger else "")
+        if answer == "n":
             raise ModelFileError(f"{target.name} was not fetched; localspec list --all shows smaller models")
-        if larger and answer == "larger":
+        if larger and answer == "l":
             _fetch(larger[0], [larger[0]])
             files.note(f"from now on: localspec chat {larger[0].name}")
             return larger[0].name
-    _fetch(target, at_once)
-    if perhaps and not late:
+    _fetch(target, [target])
+    if others and not late:
         if _has_head(target):
-            names, size = " ".join(entry.name for entry in perhaps), sum(entry.bytes for entry in perhaps) / 1e9
+            names, size = " ".join(entry.name for entry in others), sum(entry.bytes for entry in others) / 1e9
             files.note(f"a head guesses for it; localspec pull {names} fetches the draft model ({size:.1f} GB) as well")
         else:
-            _fetch(target, perhaps)
+            _fetch(target, others)
     return target.name
 
 
 def larger_choice(target: Entry) -> tuple[Entry, str] | None:
-    """What else would fit at a first chat: the largest model that answers fast enough, and a line on it."""
-    best = recommend.larger_than(target, recommend.look()[0])
-    if best is None:
+    """What else would fit at a first chat: the largest model that answers fast enough, one that was checked if there is
+    one, and a line on it."""
+    larger = [each for each in recommend.look()[0] if each.answers and each.bytes > target.bytes]
+    if not larger:
         return None
+    best = next((each for each in larger if each.checked), larger[0])
     size, rate = size_text(best.bytes), best.tokens_per_second or 0.0
     known = "" if best.checked else "; never run by us, its size and digest are the hub's"
     line = f"{best.name} instead ({size}, {files.minutes_text(best.minutes)}, some {rate:.0f} tok/s{known})"

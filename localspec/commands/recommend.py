@@ -114,12 +114,6 @@ def look() -> tuple[list[Candidate], Reached]:
     return candidates(memory, bandwidth, reached), reached
 
 
-def larger_than(entry: Entry, found: list[Candidate]) -> Candidate | None:
-    """The largest model beside a default that would answer fast enough; one that was checked, if there is one."""
-    larger = [each for each in found if each.answers and each.bytes > entry.bytes]
-    return next((each for each in larger if each.checked), larger[0] if larger else None)
-
-
 def recommend_command(as_json: bool = False, everything: bool = False) -> int:
     """Print what would answer here, the largest first; with ``everything`` also what is too large or too slow."""
     busy = machine.busy_share()

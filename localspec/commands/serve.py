@@ -128,7 +128,7 @@ def _several(
     )
     host = Host(settings, opening, memory=memory, keep_alive=keep_alive)
     if not host.models:
-        ensure_model(None, drafters, sparing=True, yes=options.yes)
+        ensure_model(None, drafters, yes=options.yes)
         host.refresh()
     kept = "as long as there is room" if keep_alive is None else f"for {keep_alive:g} s after their use"
     shown = ", ".join(model.names[0] for model in host.models)

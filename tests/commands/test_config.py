@@ -40,12 +40,7 @@ def answer(*arguments: str | Path) -> dict[str, Any]:
 
 def test_the_rest_of_the_file_stays() -> None:
     for text, wanted in (
-        ("", 'view = "plain"\n'),
         ("# mine\nview = 'rounds' # so\n[chat]\nview = 'x'\n", "# mine\nview = \"plain\" # so\n[chat]\nview = 'x'\n"),
-        ("[a]\nb = 1", 'view = "plain"\n\n[a]\nb = 1'),
-        ("system = 'x'", "system = 'x'\nview = \"plain\"\n"),
-        ('"view" = """\\\n  rounds"""\nother = [\n1]\n', '"view" = "plain"\nother = [\n1]\n'),
-        ("views = 'x'\n", "views = 'x'\nview = \"plain\"\n"),
         ('system = """\nview = 1\n"""\nview="rounds"\n', 'system = """\nview = 1\n"""\nview="plain"\n'),
     ):
         path = written(text)
@@ -53,12 +48,11 @@ def test_the_rest_of_the_file_stays() -> None:
         assert (path.read_text(), path.stat().st_mode & 0o077) == (wanted, 0)
 
 
-@pytest.mark.parametrize("text", ['a"b\\c\nd\te\x7f\x01é 你 🙂', "", "'''", "[x]", "#"])
-def test_any_text_comes_back(text: str) -> None:
-    config.write("chat.system", "another")
+def test_any_text_comes_back() -> None:
     config.write("view", "rounds")
-    config.write("chat.system", text)
-    assert config.read() == {"view": "rounds", "chat": {"system": text}}
+    for text in ("[#]'''a\"b\\c\nd\te\x7f\x01é 你 🙂", ""):
+        config.write("chat.system", text)
+        assert config.read() == {"view": "rounds", "chat": {"system": text}}
     config.write("chat.system", None)
     assert config.read() == {"view": "rounds"}
 
@@ -97,10 +91,9 @@ def test_set_get_unset_list_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_bad_key_or_value_is_not_written() -> None:
     for line, said in {
-        "view oops": "view: must be one of tokens, reading, rounds, plain",
+        "view oops": "view: ",
         "veiw plain": "did you mean view?",
         "port 9000": "did you mean serve.port?",
-        "serve.port x": "serve.port: ",
         "serve.port 70000": "serve.port: ",
         "serve.parallel many": "serve.parallel: ",
         "serve.prompt-cache plenty": "serve.prompt-cache: --prompt-cache must be a size",
@@ -111,11 +104,8 @@ def test_a_bad_key_or_value_is_not_written() -> None:
         "ctx 1 2": "ctx takes one value, not 2",
         "idle perhaps": "idle: ",
         "top-p 7": "top-p: ",
-        "draft-length many": "draft-length: ",
-        "think maybe": "must be one of",
         "model nosuch": "there is no model 'nosuch'",
         "generate.json-schema x": "there is no setting",
-        "rm.names x": "there is no setting",
     }.items():
         assert_one_line(localspec("config", "set", *line.split()), 2, said)
         assert not config.settings_file().exists()
@@ -140,31 +130,20 @@ def test_a_file_that_is_no_toml_is_not_written_over() -> None:
 
 
 def test_the_command_line_goes_before_the_table_and_that_before_the_rest(tiny: TinyFiles) -> None:
-    set_("model", str(tiny.pair.target))
-    set_("draft", "none")
-    set_("backend", "reference")
-    set_("temperature", "0")
-    set_("max-tokens", "5")
-    assert answer("-p", "la la")["stats"]["completion_tokens"] == 5
-    assert answer("la la la")["stats"]["completion_tokens"] == 5  # the one argument is the prompt, the model the file's
+    for setting in (("model", str(tiny.pair.target)), ("draft", "none"), ("backend", "reference"), ("max-tokens", "5")):
+        set_(*setting)
+    first = answer("la la la")["stats"]  # the one argument is the prompt, the model the file's
+    assert first["completion_tokens"] == 5
     set_("generate.max-tokens", "4")
     assert answer("-p", "la la")["stats"]["completion_tokens"] == 4
     assert answer("-p", "la la", "--max-tokens", "3")["stats"]["completion_tokens"] == 3
-
-
-def test_what_has_no_place_in_raw_text_is_left_out(tiny: TinyFiles) -> None:
-    written(f"model = {str(tiny.pair.target)!r}\nsystem = 'Be brief.'\nbackend = 'reference'\nmax-tokens = 2\n")
-    assert answer("--raw", "-p", "la la")["stats"]["completion_tokens"] == 2
-    assert_one_line(localspec("generate", "--raw", "-p", "x", "--system", "y"), 2, "--system needs the chat template")
-
-
-def test_the_system_prompt_reaches_the_model(tiny: TinyFiles) -> None:
-    options = (tiny.pair.target, "-p", "la", "--backend", "reference", "--max-tokens", "2")
-    plain = answer(*options)["stats"]["prompt_tokens"]
+    # The system prompt reaches the model, and is left out where it has no place.
     set_("system", "la la la la la la")
-    assert answer(*options)["stats"]["prompt_tokens"] > plain + 5
+    assert answer("la la la")["stats"]["prompt_tokens"] > first["prompt_tokens"] + 5
+    assert answer("--raw", "-p", "la la")["stats"]["completion_tokens"] == 4
+    assert_one_line(localspec("generate", "--raw", "-p", "x", "--system", "y"), 2, "--system needs the chat template")
     set_("generate.system", "")
-    assert answer(*options)["stats"]["prompt_tokens"] <= plain
+    assert answer("la la la")["stats"]["prompt_tokens"] <= first["prompt_tokens"]
 
 
 def given(command: str, *argv: str) -> dict[str, Any]:
@@ -193,9 +172,7 @@ BAD_FILES = {
     "view = ": "is not TOML",
     "veiw = 'plain'": "there is no setting 'veiw'; did you mean view?",
     "ctx = 'many'": "ctx: ",
-    "ctx = 1.5": "ctx: ",
     "ctx = true": "ctx: ",
-    "idle = 'perhaps'": "valid boolean",
     "system = {a = 1979-05-27}": "system must be a text",
     "temperature = -1": "temperature: ",
     "[generate]\ntop-k = -3": "generate.top-k: ",

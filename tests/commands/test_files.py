@@ -95,10 +95,9 @@ def test_list_shows_first_what_is_here_and_fits_a_terminal(monkeypatch: pytest.M
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     put(SMOL)
     put(CATALOG["gemma3-270m"])
-    for everything in (False, True):
-        assert list_command(everything=everything) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert max(len(line) for line in lines if not line.startswith("folder:")) <= 80
+    assert list_command(everything=True) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("folder:")) <= 80
     here = [" yes " in line for line in lines[1 : len(CATALOG)] if line and not line.startswith("  ")]
     assert (here[:2], any(here[2:])) == ([True, True], False)
 
@@ -127,55 +126,43 @@ def test_rm_leaves_a_model_alone_that_is_being_fetched() -> None:
         assert_one_line(localspec("rm", "smollm2-135m"), 1, "another process")
 
 
-def test_pull_prints_the_path_and_names_the_draft() -> None:
+def test_pull_finds_a_model_by_a_part_of_its_name_prints_its_path_and_names_its_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, draft = CATALOG["qwen2.5-coder-1.5b"], CATALOG["qwen2.5-coder-0.5b"]
     put(target)
-    result = localspec("pull", target.name)
+    result = localspec("pull", "Coder-1.5")
     assert result.stdout.decode() == f"{target.path}\n"
+    assert b"Coder-1.5 is qwen2.5-coder-1.5b (1.12 GB)" in result.stderr
     assert b"localspec pull qwen2.5-coder-0.5b (491 MB)" in result.stderr
     put(draft)
     assert localspec("pull", target.name).stderr == b""
-
-
-def test_pull_finds_a_model_by_a_part_of_its_name() -> None:
-    put(SMOL)
-    result = localspec("pull", "LM2-135")
-    assert result.stdout.decode() == f"{SMOL.path}\n"
-    assert b"LM2-135 is smollm2-135m (98.4 MB)" in result.stderr
     many = "'coder' in their names: qwen2.5-coder-1.5b, qwen2.5-coder-0.5b, "
-    assert CATALOG.find("qwen2.5-coder-1.5b").name == "qwen2.5-coder-1.5b"  # though a part of others, perhaps
     for names, said in (("coder", many), ("xyzzy", ""), ("/", ""), ("gemma3-270m smolm2-135m", "did you mean smoll")):
         assert_one_line(localspec("pull", *names.split()), 2, said)
     assert localspec("pull", "").returncode == 2
-
-
-def test_pull_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.model_files.sources.pull", Mock(side_effect=KeyboardInterrupt))
     result = localspec("pull", "smollm2-135m")
     assert (result.returncode, result.stderr.count(b"\n")) == (130, 1)
     assert b"localspec pull smollm2-135m goes on from there" in result.stderr
 
 
-def test_progress_without_a_terminal_is_a_line_every_tenth(capsys: Out) -> None:
-    with files.PullProgress() as report:
-        report.watch("asking", 0, 0)
-        for done in range(0, 1001, 5):
-            report.watch("downloading x", done * 1000, 1_000_000)
-        report.say("a remark")
-    first, *lines, last = capsys.readouterr().err.splitlines()
-    assert (first, last) == ("asking", "a remark")
-    assert [line.split(",")[0] for line in lines] == [f"downloading x: {i} %" for i in range(0, 101, 10)]
-
-
-def test_progress_of_a_slow_download_is_a_line_a_minute_with_the_speed_of_late(capsys: Out) -> None:
+def test_progress_without_a_terminal_is_a_line_every_tenth_or_minute_with_the_speed_of_late(capsys: Out) -> None:
     now = [0.0]
     with files.PullProgress(lambda: now[0]) as report:
+        report.watch("asking", 0, 0)
+        for done in range(0, 1001, 5):
+            report.watch("downloading y", done * 1000, 1_000_000)
+        report.say("a remark")
         for second in range(3601):
             now[0] = float(second)
             # 100 kB/s in the first half hour, a tenth of that afterwards.
             done = 100_000 * min(second, 1800) + 10_000 * max(0, second - 1800)
             report.watch("downloading x", done, 1_000_000_000)
-    lines = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().err.splitlines()
+    assert (said[0], said[12]) == ("asking", "a remark")
+    assert [line.split(",")[0] for line in said[1:12]] == [f"downloading y: {i} %" for i in range(0, 101, 10)]
+    lines = said[13:]
     assert len(lines) == 61
     assert lines[1] == "downloading x: 0 %, 6 MB of 1 GB, 100 kB/s, 2 h 46 min left"
     assert lines[-1] == "downloading x: 19 %, 198 MB of 1 GB, 10 kB/s, 22 h 17 min left"
@@ -188,14 +175,14 @@ def test_progress_on_a_terminal_is_a_line_that_goes_away(capsys: Out, monkeypatc
     monkeypatch.setattr("localspec.system.terminal.INTERVAL", 0.0)  # every update is shown
     now = [0.0]
     with files.PullProgress(lambda: now[0]) as report:
-        for second in (0, 10):
+        for second in (0, 5, 10):
             now[0] = float(second)
             report.watch("downloading qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", second * 1_000_000, 20_000_000)
         report.say("a remark [not markup]")
         report.watch("putting x together", 0, 0)
-    _, _, half, *rest = capsys.readouterr().err.split("\r\x1b[K")
+    *_, half, remark, putting, end = capsys.readouterr().err.split("\r\x1b[K")
     assert (half, len(half) < 60) == ("downloading qwen2.…: 10 MB of 20 MB, 1 MB/s, 10 s left 50%", True)
-    assert rest == ["a remark [not markup]\n", "putting x together", ""]
+    assert (remark, putting, end) == ("a remark [not markup]\n", "putting x together", "")
 
 
 def test_inspect(tiny: TinyFiles) -> None:
@@ -205,7 +192,6 @@ def test_inspect(tiny: TinyFiles) -> None:
     facts = json.loads(out("inspect", tiny.bpe, "--json"))
     assert (facts["architecture"], facts["bytes"]) == ("llama", tiny.bpe.stat().st_size)
     assert (facts["cannot_generate_text"], facts["vocabulary"]["n_tokens"]) == (None, 384)
-    assert facts["chat_template"]["format"] == "ChatML"
     assert set(facts["bytes_by_tensor_type"]) == {"F32", "Q8_0"}
     # 2 layers, 2 heads for keys and values of 32 each, 2 bytes
     assert facts["memory"]["kv_bytes_per_token"] == 2 * 2 * (32 + 32) * 2
@@ -222,8 +208,8 @@ def test_what_cannot_be_inspected_or_answer(tmp_path: Path, tiny: TinyFiles) -> 
     assert_one_line(localspec("inspect", "smollm2-135m"), 1, SMOL.path.name)
     evil = ggufs.write_llama(tmp_path / "evil.gguf", extra={"general.license": "\x1b[2J\x07\nfree"})
     assert not set(out("inspect", evil)) & {"\x1b", "\x07"}
-    assert "embedding model" in out("inspect", tiny.embedding)
-    assert "no weights" in out("inspect", tiny.tokenizer_only)
+    for path, said in ((tiny.embedding, "embedding model"), (tiny.tokenizer_only, "no weights")):
+        assert said in out("inspect", path)
 
 
 def test_cache_memory_of_windows_and_states(tiny: TinyFiles) -> None:
@@ -254,11 +240,7 @@ def head(tiny: TinyFiles) -> Path:
 def test_inspect_prints_the_card_of_a_head(head: Path, tiny: TinyFiles, tmp_path: Path) -> None:
     printed = out("inspect", head)
     lines = printed.splitlines()
-    assert {
-        "head for      tiny llama (llama, 4 layers of 128 channels)",
-        f"made by       {COMMAND}",
-        "training      6,300 tokens of data, 20,000 seen, 4 minutes",
-    } <= set(lines)
+    assert {f"made by       {COMMAND}", "training      6,300 tokens of data, 20,000 seen, 4 minutes"} <= set(lines)
     assert "\x1b" not in printed
     assert any(line.split() == ["code", "0.52", "0.25"] for line in lines)
     # Twelve points at most, the last one among them, under their categories.
@@ -271,7 +253,6 @@ def test_inspect_prints_the_card_of_a_head(head: Path, tiny: TinyFiles, tmp_path
     training = facts["head"]["training"]
     assert (facts["head"]["kind"], facts["head"]["n_out"], len(training["curve"])) == ("chained", 100, 30)
     assert training["acceptance"] == {"code": [0.52, 0.25], "chat": [0.3, 0.1]}
-    assert "memory" not in facts
     untold = write_random_head(tiny.pair.target, tmp_path / "head.gguf", training=Training())
     assert "training      none" in out("inspect", untold)
 
@@ -324,13 +305,11 @@ def test_check_says_of_every_entry_whether_the_hub_still_has_it(hub: Server) -> 
     assert lines["qwen2.5-coder-7b"] == "holds: 4.68 GB; never fetched by us"
     assert {method for method, _, _ in hub.requests} == {"HEAD"}
     assert not models_dir().exists()
-
-
-def test_check_names_what_does_not_hold(hub: Server) -> None:
     offer(hub, CATALOG["smollm2-135m"], digest="cd" * 32)
     offer(hub, CATALOG["qwen2.5-coder-0.5b"], n_bytes=7)
     offer(hub, CATALOG["qwen2.5-coder-7b"], n_bytes=5_000_000_000)
     offer(hub, CATALOG["qwen3-4b"], n_bytes=2_500_000_000)
+    hub.files = {path: data for path, data in hub.files.items() if CATALOG["qwen3-8b"].sources[0]["repo"] not in path}
     expected = {
         "smollm2-135m": "it is not the file that was checked",
         "qwen2.5-coder-0.5b": "it has 7 bytes",

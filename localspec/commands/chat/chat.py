@@ -155,11 +155,8 @@ def _folder() -> Path:
 
 
 def _files() -> list[Path]:
-    found = []
-    for path in _folder().glob("*.chat"):
-        with suppress(OSError):  # removed by another chat meanwhile
-            found.append((path.stat().st_mtime_ns, path.name, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    """The latest first; one that another chat removed meanwhile is the last."""
+    return sorted(_folder().glob("*.chat"), key=lambda path: (_stamp(path) or 0, path.name), reverse=True)
 
 
 # A chat in a file: a saved session with notes on how its answers came about.
@@ -217,7 +214,6 @@ class Chat:
         self.keep_in: Path | None = None  # file of the conversation, if it is kept, see ``keep_at``
         self._kept_at: int | None = None
         self.remembers = False  # whether changes of view and system prompt are kept for later chats
-        self.races = 0  # so that plain and speculative take turns in going first
         self.asked: ThinkOptions = {"think": "auto", "thinking_budget": None}
         self.leaving = False  # set by ``/quit``
         self.status = ""

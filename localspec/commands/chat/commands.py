@@ -9,11 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TextIO, TypeVar
 
 from rich.table import Table
@@ -64,12 +64,13 @@ def edit(text: str) -> tuple[str, str | None]:
     command = next(filter(None, (*named, *usual)), None)
     if command is None:
         raise UsageError("no editor was found; set EDITOR to its command")
-    handle, name = tempfile.mkstemp(prefix="localspec-", suffix=".md")
-    path = Path(name)
-    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+    with NamedTemporaryFile(
+        "w", encoding="utf-8", errors="replace", prefix="localspec-", suffix=".md", delete=False
+    ) as file:
         file.write(text)
+    path = Path(file.name)
     with interrupts_left_to_others():
-        quoted = f'"{name}"' if sys.platform == "win32" else shlex.quote(name)
+        quoted = f'"{path}"' if sys.platform == "win32" else shlex.quote(str(path))
         status = subprocess.call(f"{command} {quoted}", shell=True)  # the variables hold command lines
     try:
         edited = path.read_text(encoding="utf-8-sig").rstrip("\n")
@@ -257,7 +258,6 @@ class Command:
     help: str  # what it does, in a few words
     run: Callable[[Chat, str], None]  # does it; an error is raised
     words: Callable[[], Iterable[str]] = tuple  # what can be typed as its argument
-    several: bool = False  # whether it takes several of them
     takes_path: bool = False  # whether its argument is a path
 
 
@@ -290,19 +290,6 @@ def named(name: str) -> str:
     near = " or /".join(starting) or nearest(name, (*COMMANDS, *ALIASES))
     hint = f"did you mean /{near}?" if near else "/help lists the commands"
     raise UsageError(f"no command /{name}: {hint} (start the line with a space to send it as text)")
-
-
-def complete(before: list[str]) -> Iterable[str]:
-    """Words that can follow the words of a command so far."""
-    if not before:
-        return [f"/{name}" for name in COMMANDS]
-    name = before[0][1:]
-    command = COMMANDS.get(ALIASES.get(name, name))
-    return command.words() if command and (len(before) == 1 or command.several) else ()
-
-
-def takes_path(name: str) -> bool:
-    return name[1:] in COMMANDS and COMMANDS[name[1:]].takes_path
 
 
 def _help(chat: Chat, argument: str) -> None:
@@ -547,17 +534,15 @@ NOISE = "Nothing was guessed, so both did the same work; the difference is noise
 
 
 def race(chat: Chat, argument: str = "") -> None:
-    """Race twice, in both orders, if there are guesses; show both answers. The conversation stays as it is."""
+    """Race twice, in both orders, if there are guesses; show the first answers. The conversation stays as it is."""
     if not chat.records:
         raise UsageError("there is no question to race yet: ask something first")
     params = chat.params
     if not params.greedy and params.seed is None:
         params = replace(params, seed=secrets.randbits(SEED_BITS))  # both sides get the same dice
-    first = chat.races % 2 == 1
-    chat.races += 1
     before = CPUTimes.now()
     races: list[dict[bool, Reply]] = []
-    for order in ((first, not first), (not first, first)):
+    for order in ((False, True), (True, False)):
         races.append({})
         for speculate in order:
             reply = _run(chat, params, speculate, f"race {len(races)}, {_NAMES[speculate]}")
@@ -569,8 +554,8 @@ def race(chat: Chat, argument: str = "") -> None:
             break
     others = others_share([(before, CPUTimes.now())]) or 0.0
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
-    for guesses, name in _NAMES.items():
-        table.add_column(f"{name} (ran first)" if guesses == first else name, ratio=1, overflow="fold")
+    for name in _NAMES.values():
+        table.add_column(name, ratio=1, overflow="fold")
     replies = [races[0][guesses] for guesses in _NAMES]
     table.add_row(*map(_figures, replies))
     table.add_row("", "")
@@ -663,9 +648,7 @@ COMMANDS: dict[str, Command] = {
     "load": Command("FILE", "go on with a saved chat", load_from, takes_path=True),
     "help": Command("[NAME|guessing]", "this list", _help, lambda: ("guessing", *COMMANDS)),
     "quit": Command("", "leave (Ctrl-D does too)", lambda chat, _: chat.leave()),
-    "draft": Command(
-        "auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models, several=True
-    ),
+    "draft": Command("auto|none|ngram|MODEL … [only]", "who guesses, with n-grams unless only", _draft, _models),
     "length": Command("auto|N", "how many tokens are guessed at a time", _length, lambda: ("auto",)),
     "project": Command("[PATH|none]", "a folder to copy guesses from, kept", _project, takes_path=True),
     "stats": Command("", "figures, and how far guesses reached", _stats),

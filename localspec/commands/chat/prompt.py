@@ -22,7 +22,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from localspec.commands.chat.chat import Chat
-from localspec.commands.chat.commands import complete, takes_path
+from localspec.commands.chat.commands import ALIASES, COMMANDS
 from localspec.system.files import home
 from localspec.system.terminal import clip, decode
 
@@ -78,19 +78,20 @@ PROMPT = "> "
 EDIT = "/edit"  # result of Ctrl-X Ctrl-E
 
 
-class _CommandCompleter(Completer):
+class CommandCompleter(Completer):
     """Completes the last word of a command, or the path that follows it."""
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
-        if not text.startswith("/") or "\n" in text:
-            return
         name, space, rest = text.partition(" ")
-        if space and takes_path(name):
+        command = COMMANDS.get(ALIASES.get(name[1:], name[1:])) if space else None
+        if not text.startswith("/") or "\n" in text or (space and command is None):
+            return
+        if command is not None and command.takes_path:
             yield from PathCompleter(expanduser=True).get_completions(Document(rest.lstrip()), complete_event)
             return
-        *before, current = text.split(" ")
-        for word in complete(before):
+        current = text.rpartition(" ")[2]
+        for word in [f"/{each}" for each in COMMANDS] if command is None else command.words():
             if word.startswith(current):
                 yield Completion(word, start_position=-len(current))
 
@@ -152,7 +153,7 @@ class LineEditor:
         self._session: PromptSession[str] = PromptSession(
             erase_when_done=True,
             history=open_history(home() / "history"),
-            completer=_CommandCompleter(),
+            completer=CommandCompleter(),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,

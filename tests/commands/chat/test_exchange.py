@@ -30,27 +30,8 @@ def script(path: Path, lines: str) -> Path:
     return path
 
 
-def test_a_file_goes_with_the_next_message_and_its_path_is_completed(
-    open_chat: Open, tmp_path: Path, isolated_home: Path
-) -> None:
-    (tmp_path / "my notes.txt").write_text("alpha beta\ngamma delta\n")
-    terminal = open_chat("--max-tokens", "3", "--no-keep")
-    terminal.ready()
-    terminal.keys("-l", f"/file {tmp_path}/my")
-    terminal.keys("Tab")
-    terminal.wait(lambda s: "notes.txt" in s.replace("\n", ""))
-    terminal.keys("Enter")
-    terminal.wait(lambda s: "(2 lines)" in " ".join(s.split()))
-    terminal.answered("what is it", 1)
-    terminal.answered("and now", 2)
-    first, second = (turn["user"] for turn in terminal.saved())
-    assert first == f"{tmp_path}/my notes.txt:\n```txt\nalpha beta\ngamma delta\n```\n\nwhat is it"
-    assert second == "and now"
-    assert not (isolated_home / "chats").exists()
-
-
 def test_a_file_is_what_ngrams_draft_from_unless_they_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
+    path = tmp_path / "my a.py"
     path.write_text("print(1)\n")
     it = Scripted()
     for names, expected in ((["ngram", "x"], "print(1)\n"), (["x"], None)):
@@ -61,7 +42,7 @@ def test_a_file_is_what_ngrams_draft_from_unless_they_are_left_out(tmp_path: Pat
         it.chat.say("thanks")
         assert [options["prediction"] for options in it.llm.options[-3:]] == [expected, expected, None]
         *_, changed, last = it.said("user")
-        assert (last, changed.endswith("print(1)\n```\n\nchange it")) == ("thanks", True)
+        assert (last, changed) == ("thanks", f"{path}:\n```py\nprint(1)\n```\n\nchange it")
 
 
 def test_files_that_cannot_go_are_one_line_and_those_that_wait_stay(tmp_path: Path) -> None:
@@ -79,7 +60,7 @@ def test_files_that_cannot_go_are_one_line_and_those_that_wait_stay(tmp_path: Pa
         if data is not None:
             (tmp_path / name).write_bytes(data)
         assert said in (it.fail if said else it.do)(f"/file {tmp_path / name}")
-    it.llm.job = None  # type: ignore[assignment, method-assign] # whatever is asked fails
+    it.llm.job = None  # whatever is asked fails
     assert not it.chat.say("question")
     assert [file.path for file in it.chat.attached] == [good]  # it waits for an answer
     it.do("/file none")
@@ -136,7 +117,6 @@ def test_an_answer_and_its_code_are_copied(open_chat: Open, way: str) -> None:
     env = {"DISPLAY": "", "WAYLAND_DISPLAY": "", **({} if way == "tmux" else {"TMUX": ""})}
     terminal = open_chat(scripted=0.0, env=env)
     terminal.ready()
-    terminal.type("/copy", "there is no answer to copy yet")
     terminal.type("hello", lambda s: "too." in s and is_at_empty_prompt(s))
     screen = terminal.type("/copy 1", "copied code block 1")
     assert way in screen
@@ -179,10 +159,15 @@ OPTIONS = ["--draft", "none", "--backend", "reference", "--temperature", "0", "-
 
 
 def test_a_conversation_is_gone_on_with(open_chat: Open, tiny: TinyFiles, isolated_home: Path) -> None:
+    for keeps_none in ([], ["--continue", "--no-keep"]):  # a pipe, and what says so
+        assert localspec("chat", tiny.pair.target, *keeps_none, *OPTIONS, stdin=b"one\n").returncode == 0
+        assert not (isolated_home / "chats").exists()
     first = localspec("chat", tiny.pair.target, "--continue", *OPTIONS, stdin=b"first question\n")
     assert b"no saved conversation yet" in first.stderr
     (kept,) = (isolated_home / "chats").iterdir()
     assert kept.stat().st_mode & 0o077 == 0
+    # Where no model is named, it goes on with the one that the conversation was with.
+    assert localspec("chat", "--continue", *OPTIONS, stdin=b"/undo\nfirst question\n").returncode == 0
     second = open_chat("--continue", "--max-tokens", "5")
     screen = second.wait(lambda s: "loaded 1 turn" in s and "/help" in s)
     assert screen.index("the model's own") < screen.index("loaded 1 turn") < screen.index("> first question")
@@ -212,6 +197,7 @@ def test_the_last_conversations_are_listed_and_chosen(isolated_home: Path, monke
 
 
 def test_only_the_latest_conversations_are_kept(isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more where an old one cannot be deleted: on Windows another program may have it open."""
     monkeypatch.setattr(chat_module, "MOST", 3)
     for i in range(5):
         it = kept_chat(isolated_home, str(i), f"question {i}")
@@ -221,14 +207,6 @@ def test_only_the_latest_conversations_are_kept(isolated_home: Path, monkeypatch
         it.chat.say("again")  # the present one takes no other's place twice
         os.utime(path, (i, i))
     assert [chat.question for chat in chat_module.kept_chats()] == ["question 4", "question 3", "question 2"]
-
-
-def test_a_conversation_is_kept_where_an_old_one_cannot_be_deleted(
-    isolated_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On Windows another program may have it open."""
-    monkeypatch.setattr(chat_module, "MOST", 1)
-    kept_chat(isolated_home, "old", "a question")
     monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError))
     assert len(saved_turns(kept_chat(isolated_home, "new", "another").chat.keep_in)) == 1
 
@@ -261,13 +239,3 @@ def test_what_is_kept_waits_for_no_engine_and_costs_no_answer(
     for notes in (1, 0):
         assert it.chat.say("question")
         assert it.errors.count("this conversation is not saved") == notes
-
-
-def test_a_pipe_goes_on_with_a_conversation_and_alone_keeps_none(tiny: TinyFiles, isolated_home: Path) -> None:
-    assert localspec("chat", tiny.pair.target, *OPTIONS, stdin=b"one\n").returncode == 0
-    assert not (isolated_home / "chats").exists()
-    assert localspec("chat", tiny.pair.target, "--continue", *OPTIONS, stdin=b"two\n").returncode == 0
-    # Where no model is named, it goes on with the one that the conversation was with.
-    assert localspec("chat", "--continue", *OPTIONS, stdin=b"three\n").returncode == 0
-    (kept,) = (isolated_home / "chats").iterdir()
-    assert [turn["user"] for turn in saved_turns(kept)] == ["two", "three"]

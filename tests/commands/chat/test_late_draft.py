@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +19,14 @@ from localspec.commands.chat.screen import ChatScreen
 from localspec.commands.options import RunOptions
 from localspec.engine import drafts
 from localspec.engine.options import LoadOptions
-from localspec.engine.worker import Job
 from localspec.errors import Cancelled, DownloadError
 from localspec.heads.file import heads_folder
 from localspec.model_files import sources
 from localspec.model_files.catalog import Catalog, Entry
 from localspec.spec_decode.drafters.names import AUTOMATIC
-from tests.conftest import TinyFiles, open_backend
+from tests.conftest import TinyFiles
 from tests.support.heads import write_random_head
-from tests.support.published_heads import write_eagle3
+from tests.support.waiting import held
 
 SOON = 60.0
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -69,19 +67,11 @@ def finished(late: LateDraft) -> LateDraft:
 
 
 def test_what_is_asked_goes_first_and_then_it_joins(llm: LLM, tiny: TinyFiles) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    def hold(job: Job) -> None:
-        entered.set()
-        go_on.wait(SOON)
-
-    llm.inspect().worker.queue.put(Job(hold, lambda item: None))
-    assert entered.wait(SOON)
     changes: list[str] = []
-    late = LateDraft(llm, [])
-    late.changed = lambda: changes.append("changed")
-    stream = llm.rounds("x", GREEDY)
-    go_on.set()
+    with held(llm):
+        late = LateDraft(llm, [])
+        late.changed = lambda: changes.append("changed")
+        stream = llm.rounds("x", GREEDY)
     assert len(stream.reply.token_ids) == 8
     finished(late)
     assert (llm.draft_names, late.notes, bool(changes)) == (names(tiny), [], True)
@@ -109,8 +99,9 @@ class Fetching:
         return entry.path
 
 
+@pytest.mark.parametrize("then", ["it comes", "the person leaves", "another is chosen"])
 def test_the_chat_answers_while_the_draft_is_fetched(
-    llm: LLM, chat: Chat, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, chat: Chat, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     fetching = Fetching(monkeypatch)
     late = chat.late = LateDraft(llm, [DRAFT])
@@ -119,26 +110,18 @@ def test_the_chat_answers_while_the_draft_is_fetched(
     assert "; fetching the draft model some-draft 50%." in shown(chat)
     assert chat.ask("x")
     assert "fetching the draft model some-draft 50%" in chat.toolbar
-    fetching.go_on.set()
-    finished(late)
-    assert (llm.draft_names, "fetching" in chat.toolbar) == (names(tiny), False)
-    assert chat.ask("x")
-
-
-@pytest.mark.parametrize("chooses", [False, True])
-def test_leaving_or_choosing_a_draft_breaks_it_off(
-    llm: LLM, chat: Chat, monkeypatch: pytest.MonkeyPatch, chooses: bool
-) -> None:
-    fetching = Fetching(monkeypatch)
-    late = chat.late = LateDraft(llm, [DRAFT])
-    assert fetching.half.wait(SOON)
-    if chooses:
-        assert run_command(chat, "/draft ngram")
+    if then == "it comes":
+        fetching.go_on.set()
     else:
-        late.stop()
-    assert fetching.broke_off.wait(SOON)
+        if then == "another is chosen":
+            assert run_command(chat, "/draft ngram")
+        else:
+            late.stop()
+        assert fetching.broke_off.wait(SOON)
     finished(late)
-    assert (llm.draft_names, late.notes) == (["ngram"], [])
+    expected = names(tiny) if then == "it comes" else ["ngram"]
+    assert (llm.draft_names, late.notes, "fetching" in chat.toolbar) == (expected, [], False)
+    assert chat.ask("x")
 
 
 def test_what_came_up_meanwhile_is_said_once_at_the_next_prompt(
@@ -167,8 +150,6 @@ def test_only_the_target_is_fetched_before_the_prompt(monkeypatch: pytest.Monkey
     missing: list[Entry] = []
     RunOptions().open(lambda what, fraction: None, late=missing)
     assert (fetched, missing, loaded) == ([target.name], [draft], [(target.name, list(AUTOMATIC))])
-    RunOptions().open(lambda what, fraction: None)
-    assert (fetched[1:], loaded[1:]) == ([target.name, draft.name], [(target.name, ["auto"])])
 
 
 def test_the_head_comes_before_the_draft_model_is_fetched(
@@ -227,20 +208,6 @@ def test_a_remark_is_made_once_however_often_a_draft_is_loaded(tiny: TinyFiles) 
             llm.set_draft(["ngram", tiny.quick.target])
             llm.set_draft("ngram")
         assert ["is larger than the target" in warning for warning in llm.warnings] == [True]
-
-
-def test_a_head_beside_the_target_comes_without_being_asked_for(
-    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no draft model and no trained head is there too; of every kind: drafters/test_published_heads.py."""
-    monkeypatch.setattr(drafts, "LEAST_GAIN", 0.0)
-    open_backend("llama-cpp")
-    target = Path(shutil.copy(tiny.pair.target, tmp_path / "target.gguf"))
-    write_eagle3(target, tmp_path / "head.gguf")
-    with LLM(target, "ngram", backend="llama-cpp", n_ctx=256, idle=False) as loaded:
-        assert may_be_drafted_for(loaded)
-        late = finished(LateDraft(loaded, []))
-        assert (loaded.draft_names, late.notes) == ([*AUTOMATIC, "head"], [])
 
 
 def test_what_was_asked_for_is_there_from_the_first_token() -> None:

@@ -45,7 +45,18 @@ lazily
 宽字符也必须保持可读，不能在行尾被切成两半。 🙂 done
 
 [1]: http://example.com/definition
+
+\x1b]0;title\x07 \x1b[2J [a](http://e.example "t") ![i](http://e.example/i.png)
+
+```\x1b[31m
+\x9b2J
+```
+
+| \x1b[H |
+|---|
+| \x07 |
 """
+"""With what would act on the terminal."""
 
 SIZES = [(80, 24), (33, 10), (12, 7), (40, 3)]
 
@@ -105,7 +116,9 @@ def test_what_is_printed_stays_and_the_end_is_the_text_rendered_at_once(
         n = terminal.n_settled
         assert shown[:n] == final[:n]
         assert terminal.written.count("\x1b[J") == 1  # and what is below is erased after it was replaced
-        assert "\x1b[2J" not in terminal.written
+        sequences = set(re.findall(r"\x1b(?:\[[?0-9;]*[A-Za-z]|.)", terminal.written))
+        assert all(re.fullmatch(r"\x1b\[(\?(25|7)[hl]|K|J|\d+A|[0-9;]*m)", each) for each in sequences), sequences
+        assert not set("\x07\x9b") & set(terminal.written)
     shown = terminal.finish()
     assert "\n".join(shown).rstrip().split("\n") == final
     assert "tok/s" not in "\n".join(shown)
@@ -142,20 +155,6 @@ def test_a_window_that_is_resized_gets_whole_lines_of_the_new_width(monkeypatch:
     assert numbers[-20:] == list(range(20, 40))
 
 
-def test_a_text_cannot_act_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(70, 20, monkeypatch)
-    evil = '\x1b]0;title\x07 \x1b[2J [a](http://e.example "t") ![i](http://e.example/i.png) <script>x</script>\n\n'
-    evil += "```\x1b[31m\n\x9b2J\n```\n\n| \x1b[H |\n|---|\n| \x07 |\n"
-    for piece in pieces(evil, seed=2):
-        terminal.say(piece)
-        sequences = set(re.findall(r"\x1b(?:\[[?0-9;]*[A-Za-z]|.)", terminal.written))
-        assert all(re.fullmatch(r"\x1b\[(\?(25|7)[hl]|K|J|\d+A|[0-9;]*m)", each) for each in sequences), sequences
-        assert not set("\x07\x9b") & set(terminal.written)
-    shown = "\n".join(terminal.finish())
-    for words in ("<script>x</script>", "http://e.example", "␛]0;title␇"):
-        assert words in shown
-
-
 def test_without_colours_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal(70, 20, monkeypatch, colour=False)
     terminal.say("`code` and **bold**\n\n```python\nif True: pass\n```\n")
@@ -167,9 +166,12 @@ def test_without_colours_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_nothing_of_a_text_is_lost_between_blocks() -> None:
     assert "\n".join(blocks(ANSWER)) == ANSWER
-    assert [code.split("\n")[0] for code in code_blocks(ANSWER)] == ["ls -l", "def f():"]
+    assert [code.split("\n")[0] for code in code_blocks(ANSWER)][:2] == ["ls -l", "def f():"]
     shown = "\n".join(wanted(ANSWER, 100))
-    for words in ("\\(a_1 * b_2 * c\\)", "<b>html</b>", "[1]: http://example.com/definition", "── 2 python ──"):
+    for words in (
+        "\\(a_1 * b_2 * c\\)", "<b>html</b>", "[1]: http://example.com/definition", "── 2 python ──",
+        "http://e.example", "␛]0;title␇",
+    ):  # fmt: skip
         assert words in shown
 
 

@@ -48,44 +48,40 @@ def test_a_chat_from_start_to_end(open_chat: Open, tiny: TinyFiles) -> None:
     assert re.search(r"guess  1  [█░]{30} ", terminal.type("/stats", "guess  1 "))
     terminal.type("/why", "Guessing 3 tokens at a time, as asked")
     screen = terminal.type("/race", "same text: all 30 tokens are equal")
-    assert "plain (ran first)" in screen
     assert len(re.findall(r"30 tokens, [\d.]+ s, [\d.]+ tok/s", screen)) == 2
     assert re.search(r"×[\d.]+ to ×[\d.]+ of plain[^;]*; \d+ of \d+ guesses right\.", " ".join(screen.split()))
     assert "Traceback" not in terminal.leave()
 
 
-def test_rejected_guesses_appear_struck_through_and_are_gone_afterwards(open_chat: Open, tmp_path: Path) -> None:
-    terminal = open_chat(scripted=0.02, gate=tmp_path / "gate")
+def test_answers_on_a_terminal(open_chat: Open, tmp_path: Path) -> None:
+    """Rejected guesses appear struck through and are gone afterwards; the reading view; at all sizes on an emulated
+    terminal."""
+    terminal = open_chat(scripted=0.02, gate=tmp_path / "gate", lines=60)
     terminal.ready()
     terminal.type("hello")
     seen = terminal.wait("WRONG", escapes=True)
     before = re.search(r"((?:\x1b\[[0-9;:]*m)+)WRONG", seen)
     assert "9" in re.findall(r"\d+", before[1])  # struck through
+    terminal.paste("one\ntwo")  # into an answer: it waits as one message
     (tmp_path / "gate").touch()
-    terminal.wait(lambda s: "émigré naïve 🙂 too." in s and s.rstrip().endswith("guesses right"))
-    final, coloured = terminal.screen(), terminal.screen(escapes=True)
-    assert "WRONG" not in final
-    assert "Here is a function that reverses a list. It walks from both ends towards the\nmiddle and swaps" in final
-    assert "    while left < right:\n        items[left], items[right] = items[right], items[left]\n" in final
+    screen = terminal.wait("> one\n. two\n")
+    assert screen.count("Here is") == 1
+    assert "WRONG" not in screen
+    assert "Here is a function that reverses a list. It walks from both ends towards the\nmiddle and swaps" in screen
+    assert "    while left < right:\n        items[left], items[right] = items[right], items[left]\n" in screen
+    coloured = terminal.screen(escapes=True)
     assert re.search(COLOUR, coloured)
     assert "\x1b[1m" in coloured  # the draft's tokens are bold, with colours or without
-
-
-def test_the_reading_view(open_chat: Open, tmp_path: Path) -> None:
-    """Longer than the screen is high; at other sizes on an emulated one."""
-    terminal = open_chat(scripted=0.02, gate=tmp_path / "gate", columns=34, lines=10)
-    terminal.wait("/help lists")
+    terminal.keys("C-c")
     terminal.type("/view reading", "view: reading")
-    terminal.type("hello", lambda s: "\nHere is a" in s and "tok/s" in s)
-    (tmp_path / "gate").touch()
-    screen = terminal.wait(lambda s: "émigré naïve 🙂 too." in s and is_at_empty_prompt(s))
-    shown = screen.split("> hello\n")[1]
+    terminal.type("again")
+    screen = terminal.wait(lambda s: s.count("émigré naïve 🙂 too.") == 2 and "tok/s" in s and is_at_empty_prompt(s))
+    shown = screen.split("> again\n")[1]
     assert [shown.count(part) for part in ("WRONG", "```", "── 1 python ──", "tok/s")] == [0, 0, 1, 1]
-    assert "Here is a function that reverses a list. It walks from both" in " ".join(shown.split())
     assert "    while left < right:\n" in shown
     coloured = terminal.screen(escapes=True).split("── 1 python")[1]
     assert re.search(r"\x1b\[[0-9;]*(3|9)[1-7]m(def|while)", coloured)
-    # The same again from a file.
+    # The same from a file.
     terminal.saved()
     terminal.type(f"/load {tmp_path / 'a.chat'}", lambda s: s.count("── 1 python ──") == 2)
 
@@ -170,16 +166,6 @@ def test_while_the_model_loads(open_chat: Open, tmp_path: Path, tiny: TinyFiles,
     assert (screen.count("three"), "cut short" in screen) == (1, False)
 
 
-def test_what_is_pasted_into_an_answer_waits_as_one_message(open_chat: Open, tmp_path: Path) -> None:
-    terminal = open_chat(scripted=0.02, gate=tmp_path / "gate")
-    terminal.ready()
-    terminal.type("hello", "Here is a")
-    terminal.paste("one\ntwo")
-    (tmp_path / "gate").touch()
-    terminal.wait("> one\n. two\n")
-    assert terminal.screen().count("Here is") == 1
-
-
 def test_words_stay_whole_while_the_window_changes(open_chat: Open) -> None:
     terminal = open_chat(scripted=0.1)
     terminal.ready()
@@ -222,12 +208,11 @@ def test_several_lines_history_and_completion(open_chat: Open, isolated_home: Pa
     terminal.type("")
     terminal.type('a word"""', lambda s: s.count("too.") == 2 and is_at_empty_prompt(s))
     assert [turn["user"] for turn in terminal.saved()] == ["one \ntwo\nthree", "/help is\n\na word"]
-    for keys, shown in ((["-l", "/rac"], "> /race"), (["-l", "/view ro"], "> /view rounds")):
-        terminal.keys(*keys)
-        terminal.keys("Tab")
-        terminal.wait(shown)
-        terminal.keys("C-c")
-        terminal.at_empty_prompt()
+    terminal.keys("-l", "/view ro")
+    terminal.keys("Tab")
+    terminal.wait("> /view rounds")
+    terminal.keys("C-c")
+    terminal.at_empty_prompt()
     terminal.keys("C-r")
     terminal.keys("-l", "three")
     terminal.wait("I-search backward: three")

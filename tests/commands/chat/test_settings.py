@@ -11,13 +11,23 @@ import pytest
 from localspec.commands import config
 from localspec.commands.chat.chat import kept_project, with_project
 from localspec.commands.options import RunOptions
+from localspec.engine.saved import read
 from localspec.errors import UsageError
 from tests.commands.chat.conftest import Open
 from tests.commands.chat.test_chat import Scripted
 from tests.conftest import TinyFiles
 from tests.support.program import localspec
+from tests.support.thinkers import write_thinker
 
 pytestmark = pytest.mark.usefixtures("measured_home")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("project", "here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "project"
 
 
 def test_view_and_system_prompt_are_remembered(open_chat: Open) -> None:
@@ -45,7 +55,7 @@ def test_the_usual_system_prompt_is_that_of_all_commands() -> None:
     assert config.read() == {"system": "Be kind."}
 
 
-def test_what_cannot_be_kept_holds_for_this_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_kept_holds_for_this_chat(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it, path = Scripted(), config.settings_file()
     it.chat.remembers = True
     path.write_text("view = ")
@@ -58,22 +68,15 @@ def test_what_cannot_be_kept_holds_for_this_chat(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(config, "write_atomically", Mock(side_effect=OSError(errno.ENOSPC, "full")))
     assert "only for this chat: cannot write" in it.do("/system be short")
     assert it.chat.session.system == "be short"
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("project", "here", "there"):
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "project"
+    monkeypatch.setattr("localspec.commands.chat.commands.keep_project", lambda path: None)
+    assert f"project: {project}. " in it.do(f"/project {project}")
 
 
 def test_a_project_is_kept_for_the_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, spec = RunOptions(), f"corpus:{project}"
     assert with_project(plain, None) is plain
     named = with_project(plain, "../project")
-    assert named.drafters() == ["auto", spec]
-    assert with_project(plain, None).drafters() == ["auto", spec]
+    assert named.drafters() == with_project(plain, None).drafters() == ["auto", spec]
     assert with_project(RunOptions(draft=["ngram"]), None).drafters() == ["ngram", spec]
     assert with_project(RunOptions(draft=["none"]), None).drafters() == []  # what was asked for goes before
     assert named.draft_may_come_late == RunOptions().draft_may_come_late
@@ -103,11 +106,13 @@ def test_in_a_chat(tiny: TinyFiles, project: Path) -> None:
     assert kept_project() is None
 
 
-def test_a_project_that_cannot_be_kept_is_that_of_this_chat(
-    tiny: TinyFiles, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (project / "a.txt").write_text("some text of mine\n")
-    monkeypatch.setattr("localspec.commands.chat.commands.keep_project", lambda path: None)
-    options = ["--draft", "ngram", "--backend", "reference", "--no-idle"]
-    done = localspec("chat", tiny.quick.target, *options, stdin=f"/project {project}".encode())
-    assert f"project: {project}. " in done.stderr.decode()
+def test_think_changes_how_the_next_question_is_asked(tmp_path: Path) -> None:
+    model, chat = write_thinker(tmp_path, "deepseek"), tmp_path / "a.chat"
+    options = ["--draft", "none", "--backend", "reference", "--temperature", "1", "--seed", "1", "--max-tokens", "30"]
+    lines = ["/think 6", "in the and", "/think show", "/think off", "in the and", "/think perhaps", f"/save {chat}"]
+    done = localspec("chat", model, *options, stdin="\n".join(lines).encode())
+    first, second = (message for message in read(chat, memory=False)[0]["messages"] if message["role"] == "assistant")
+    assert done.stdout.decode().count(first["reasoning_content"]) == 1  # no terminal: only what was asked for
+    assert "reasoning_content" not in second
+    for said in ("think: auto, at most 6 tokens, shown", "/think takes a number"):
+        assert said in done.stderr.decode()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from localspec.commands.chat.screen import TokensView
-from localspec.commands.chat.typesetter import Style, Typesetter
+from localspec.commands.chat.typesetter import Style, Typesetter, token_style
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.terminal import clip, on_one_line, visible, width
 from tests.support.emulator import Emulator
-from tests.support.scripted_llm import make_round
+from tests.support.scripted_llm import make_round, think_round
 from tests.support.tmux import Tmux
 from tests.support.trees import draft_tree
 
@@ -84,6 +85,7 @@ def test_wide_characters_in_code_on_a_real_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [20, 37, 80])
 @pytest.mark.parametrize("seed", range(3))
 def test_prose_keeps_its_words_whole_and_in_order(columns: int, seed: int) -> None:
+    """A word longer than a row is the terminal's to break, so that an address can be copied: no line ends in it."""
     rng = random.Random(seed)
     words = ["".join(rng.choice("abcdefgéß") for _ in range(rng.randint(1, 14))) for _ in range(100)]
     paper = Paper(columns)
@@ -91,11 +93,8 @@ def test_prose_keeps_its_words_whole_and_in_order(columns: int, seed: int) -> No
     text = paper.text()
     assert text.split() == words
     assert all(width(line) <= columns and not line.startswith(" ") for line in text.split("\n"))
-
-
-def test_a_word_longer_than_a_row_is_the_terminal_s_to_break() -> None:
-    """So that an address can be copied: no line ends in it."""
-    paper, address = Paper(columns=20), "http://example.com/" + "x" * 40
+    address = "http://example.com/" + "x" * columns
+    paper = Paper(columns)
     paper.setter.write(f"see {address} there")
     paper.setter.finish()
     assert address in paper.file.getvalue()
@@ -142,7 +141,8 @@ def test_every_source_has_its_own_colour_and_its_own_attribute() -> None:
     for colour in (True, False):
         paint = Emulator().chat_screen(colour=colour).paint
         assert len({paint("x", style) for style in kinds}) == len(kinds)
-        assert colour or not any(code in paint("x", style) for style in Style for code in ("31", "32", "34", "36"))
+    styles = {token_style("accepted", source) for source in ("model", "ngram", "head", "early-exit")}
+    assert (len(styles), token_style("bonus", "head")) == (3, Style.TARGET)
 
 
 def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_apart() -> None:
@@ -163,6 +163,19 @@ def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_ap
     round_.draft = draft_tree(round_.draft, [-1, 0, 0])
     view.round(round_)
     assert terminal.text().startswith("one two | 2three")
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_thinking_is_dim_or_folded_away_and_its_marks_are_left_out(folded: bool) -> None:
+    terminal = Emulator()
+    view, mark = TokensView(terminal.chat_screen(folded=folded), SpecStats()), think_round("</think>")
+    view.round(think_round("musing"))
+    view.round(replace(mark, spans=[replace(mark.spans[0], part="mark")]))
+    view.round(make_round(1, [], "said"))
+    view.finish()
+    shown = terminal.file.getvalue()
+    assert ("\x1b[2;3mmusing" in shown, "thinking, " in shown) == (not folded, folded)
+    assert ("</think>" in shown, "said" in shown) == (False, True)
 
 
 def test_text_in_cells() -> None:
