@@ -53,8 +53,13 @@ class Setting:
         except Exception as error:  # Typer brings its own copy of click in some releases
             if not (isinstance(error, UsageError) or hasattr(error, "format_message")):
                 raise
-            raise UsageError(f"{self.key}: {' '.join(str(error).split()).rstrip('.')}") from None
+            raise UsageError(f"{self.key}: {in_a_line(str(error))}") from None
         return list(value) if several else value[0] if isinstance(value, list) else value
+
+
+def in_a_line(message: str) -> str:
+    """A message of Typer's, without what tells its library's kinds of error apart."""
+    return " ".join(message.split()).replace("Value error, ", "", 1).rstrip(".")
 
 
 def _text(key: str, value: Any) -> str:
