@@ -30,6 +30,7 @@ from localspec.sampling.sampling import (
     best_and_certainty,
     draft_distribution,
     edit_logits,
+    largest_ids,
     top_k_ids,
 )
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
@@ -340,13 +341,9 @@ class Proposer:
         if self._row is None:
             return None
         row, ids, confidence = self._row
-        best = int(np.argmax(row))
-        others = [
-            start + int(np.argmax(part)) for start, part in ((0, row[:best]), (best + 1, row[best + 1 :])) if len(part)
-        ]
-        if not others or confidence >= 1.0:
+        if len(row) < 2 or confidence >= 1.0:
             return None
-        second = max(others, key=lambda at: float(row[at]))
+        best, second = map(int, largest_ids(row, 2))
         share = confidence * math.exp(float(row[second] - row[best])) / (1.0 - confidence)
         return Rival(min(1.0, share), second if ids is None else int(ids[second]), None)
 
