@@ -159,8 +159,6 @@ GUESSES: dict[str, Guess] = {
     "argmax of the draft": lambda g: token(g.q.argmax()),
     "argmax of the target": lambda g: token(g.law(g.target).argmax()),
     "the least likely token": lambda g: token(int(np.argmin(g.target[g.tokens]))),
-    "the same token always": lambda g: token(4),
-    "a copy of an earlier token": lambda g: token(g.tokens[-2]),
     "sampled": lambda g: g.sampled(g.q),
     "sampled from the target's own law": lambda g: g.sampled(g.law(g.target)),
     "sampled with another chain": lambda g: g.sampled(g.law(params=UNFILTERED)),
@@ -420,33 +418,31 @@ def forgetful(self: Distribution, other: Distribution) -> Distribution:
     return rest
 
 
+NO_DEFECT = (Distribution, "minus", MINUS)
+OFF_BY_ONE = (Rows, "__getitem__", lambda self, row: self.target[(*PROMPT, *self.draft.ids)[: 2 + row]])
+BLIND = (verification, "distribution", lambda row, history, *rest: distribution(row, PROMPT, *rest))
+
+
 @pytest.mark.parametrize(
-    ("candidates", "width", "minus"),
+    ("candidates", "width", "defect"),
     [
-        (sampled, 1, lambda self, other: self),  # no residual
-        (sampled, 2, not_renormalised),
-        (sampled, 2, forgetful),
-        (liar, 1, MINUS),
-        (picky, 1, MINUS),
-        (dropped, 2, MINUS),
-        (in_order, 2, MINUS),
+        (sampled, 1, (Distribution, "minus", lambda self, other: self)),  # no residual
+        (sampled, 2, (Distribution, "minus", not_renormalised)),
+        (sampled, 2, (Distribution, "minus", forgetful)),
+        (sampled, 1, OFF_BY_ONE),
+        (alone(GUESSES["argmax of the target"]), 1, BLIND),  # penalties do not see the draft
+        (liar, 1, NO_DEFECT),
+        (picky, 1, NO_DEFECT),
+        (dropped, 2, NO_DEFECT),
+        (in_order, 2, NO_DEFECT),
     ],
 )
 def test_a_defect_makes_the_law_differ(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, candidates: Candidates, width: int, minus: Any
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, candidates: Candidates, width: int, defect: Any
 ) -> None:
-    monkeypatch.setattr(Distribution, "minus", minus)
-    assert difference(candidates, width, 1, SAMPLING, pair) > DEFECT
-
-
-def test_rows_off_by_one_make_the_law_differ(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rows, "__getitem__", lambda self, row: self.target[(*PROMPT, *self.draft.ids)[: 2 + row]])
-    assert difference(sampled, 1, 2, SAMPLING, pair) > DEFECT
-
-
-def test_penalties_blind_to_the_draft_make_the_law_differ(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "distribution", lambda row, history, *rest: distribution(row, PROMPT, *rest))
-    assert difference(alone(GUESSES["argmax of the target"]), 1, 2, CHAINS["frequency"], pair) > DEFECT
+    monkeypatch.setattr(*defect)
+    depth, params = (2, CHAINS["frequency"]) if defect in (OFF_BY_ONE, BLIND) else (1, SAMPLING)
+    assert difference(candidates, width, depth, params, pair) > DEFECT
 
 
 def test_one_random_number_for_two_decisions_is_an_error() -> None:

@@ -96,19 +96,6 @@ def test_with_a_seed_what_the_target_would_draw_is_accepted_whatever_else_was_gu
         assert verify(draft_of(first, second), rows, [2], params, Noise(seed)).n_accepted == 2
 
 
-@pytest.mark.parametrize(
-    ("draft", "children", "path", "parents"),
-    [
-        (draft_of(1, 2, 3), [[0], [1], [2], []], [0, 1, 2], [-1, 0, 1]),
-        (tree(), [[0, 5], [1, 3], [2], []], [0, 1, 2], [*PARENTS]),
-    ],
-)
-def test_the_shape_of_a_draft(draft: Draft, children: list[list[int]], path: list[int], parents: list[int]) -> None:
-    assert (draft.branches, draft.parents) == (len(draft) > 3, parents)
-    assert [list(draft.children(i)) for i in range(-1, 3)] == children
-    assert (draft.path(2), draft.path(-1)) == (path, [])
-
-
 @pytest.mark.parametrize(("id_", "parent"), [(9, 6), (9, -2), (6, -1), (2, 0)])
 def test_a_draft_token_follows_one_that_is_there_and_is_not_there_twice(id_: int, parent: int) -> None:
     with pytest.raises(ValueError, match="draft token"):
@@ -139,10 +126,13 @@ def stats_of(*passes: tuple[list[Guess], float]) -> SpecStats:
     return stats
 
 
-def test_an_answer_without_drafts_has_no_estimate_whatever_was_calibrated() -> None:
+def test_an_answer_without_drafts_or_passes_of_its_own_has_no_estimate() -> None:
+    """Whatever was calibrated, and where its passes were other answers' too."""
     stats = stats_of(*[([], 100.0)] * 9)
     stats.seconds_plain_token = 0.05
-    assert [stats[name] for name in ESTIMATES] == [None, None]
+    shared = stats_of(*[([], 100.0)] * 5, (RIGHT, 120.0))
+    shared.seconds_one_token = None
+    assert [each[name] for each in (stats, shared) for name in ESTIMATES] == [None] * 4
 
 
 def test_the_estimate_is_of_the_answers_own_one_token_passes_where_it_has_some() -> None:
@@ -153,12 +143,6 @@ def test_the_estimate_is_of_the_answers_own_one_token_passes_where_it_has_some()
     assert few["estimated_speedup"] is None
     few.seconds_plain_token = 0.11
     assert few["estimated_plain_tokens_per_second"] == pytest.approx(1 / 0.11)
-
-
-def test_passes_that_were_other_answers_too_are_no_basis() -> None:
-    stats = stats_of(*[([], 100.0)] * 5, (RIGHT, 120.0))
-    stats.seconds_one_token = None
-    assert stats["estimated_speedup"] is None
 
 
 def test_of_several_answers_those_without_drafts_count_as_they_went() -> None:
