@@ -23,10 +23,9 @@ import pytest
 import localspec.spec_decode.verification as verification
 from localspec.backends import reference
 from localspec.backends.base import FloatArray, Forward
-from localspec.sampling.sampling import Distribution, SamplingParams, distribution
+from localspec.sampling.sampling import Distribution, SamplingParams, distribution, top_k_ids
 from localspec.spec_decode.rounds import Draft, DraftToken
 from localspec.spec_decode.verification import verify
-from tests.support import best_rows
 from tests.support.enumeration import (
     Branches,
     BranchingNoise,
@@ -246,6 +245,12 @@ class Rows:
         return self.target[(*PROMPT, *(self.draft[i].id for i in self.draft.path(row - 1)))]
 
 
+def cut(forward: Forward, n_best: int) -> Forward:
+    """The same pass, with the largest logits of each row only, as an engine would that finds them on its device."""
+    ids = np.stack([top_k_ids(row, n_best) for row in forward.logits])
+    return Forward(np.take_along_axis(forward.logits, ids, 1), forward.hidden, ids)
+
+
 Pair = tuple[Predictions, Predictions]
 
 
@@ -278,7 +283,7 @@ def round_law(
                 draft.append(found[0])
             logits = np.stack([logits[i] for i in range(len(draft) + 1)])
         if n_best:
-            rows = best_rows.cut(Forward(logits), n_best)
+            rows = cut(Forward(logits), n_best)
             logits, ids = rows.logits, rows.ids
         verdict = verify(draft, logits, PROMPT, params, noise, ids)  # type: ignore[arg-type]
         return (*(draft[i].id for i in verdict.accepted), verdict.next_token)
