@@ -125,11 +125,8 @@ def test_what_reads_states_waits_for_them(tiny: TinyFiles, monkeypatch: pytest.M
         ahead = DraftAhead(cautious=False, new_executor=AtOnce, n_steps=8)
         drafters = [reader, DraftModelDrafter(small.new_context(N_CTX))]
         context = target.new_context(N_CTX, hidden=("norm",))
-        rounds = run(
-            SpeculativeDecoder(context, drafters, FixedController(3), ahead=ahead),
-            [5, 6],
-            SamplingParams(max_tokens=20),
-        )
+        decoder = SpeculativeDecoder(context, drafters, FixedController(3), ahead=ahead)
+        rounds = run(decoder, [5, 6], SamplingParams(max_tokens=20))
     assert reader.n_asked > 0
     assert any(round_.ahead and round_.ahead.prepared for round_ in rounds)
 
@@ -257,11 +254,6 @@ def share(beside: list[bool]) -> float:
     return sum(beside) / len(beside)
 
 
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> random.Random:
-    return random.Random(request.node.name)
-
-
 @pytest.mark.parametrize(
     ("options", "goes_on"),
     [
@@ -274,13 +266,13 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
         ({"n_spared": 0.8, "wide_beside": True}, True),  # passes over more tokens are not taken for slowed ones
     ],
 )
-def test_what_saves_more_time_than_it_takes_goes_on(rng: random.Random, options: dict[str, Any], goes_on: bool) -> None:
-    found = share(many(AheadBalance(), 2000, rng, **options))
+def test_what_saves_more_time_than_it_takes_goes_on(options: dict[str, Any], goes_on: bool) -> None:
+    found = share(many(AheadBalance(), 2000, random.Random(1), **options))
     assert found > 0.9 if goes_on else found < 0.1
 
 
-def test_pauses_grow_and_end_when_it_pays_again(rng: random.Random) -> None:
-    balance = AheadBalance()
+def test_pauses_grow_and_end_when_it_pays_again() -> None:
+    balance, rng = AheadBalance(), random.Random(1)
     beside = many(balance, 8000, rng, longer=0.3)
     starts = [i for i in range(1, len(beside)) if beside[i] and not any(beside[max(0, i - N_PAUSE) : i])]
     lengths = [later - earlier - N_TRIAL for earlier, later in zip([0, *starts], starts, strict=False)]
