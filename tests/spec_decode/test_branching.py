@@ -76,20 +76,18 @@ def test_the_law_of_whole_answers_is_that_of_plain_sampling(
     beside_copies: bool,
 ) -> None:
     """Real decoder, drafter, proposer and group; samples and most probable tokens, with rivals, beside copies."""
-    index, branched, beside = corpus_of(tmp_path, [4, 3, 4, 4, 4]), list[bool](), set[str]()
+    index, answers = corpus_of(tmp_path, [4, 3, 4, 4, 4]), list[list[Round]]()
 
     def made() -> SpeculativeDecoder:
         copying = [CorpusDrafter(index, "corpus", "corpus:x")] * beside_copies
         drafters = [DraftModelDrafter(BranchingTable(small)), *copying]
         return SpeculativeDecoder(BranchingTable(target), drafters, Branchy(length=length))
 
-    def watch(rounds: list[Round]) -> None:
-        branched.append(any(round_.draft.branches for round_ in rounds))
-        beside.update(token.source for round_ in rounds for token in round_.draft if round_.draft.branches)
-
-    assert law_difference(monkeypatch, target, of_few(n), made, watch) < EXACT
-    assert sum(branched) > len(branched) / 2
-    assert ("corpus" in beside) == beside_copies
+    assert law_difference(monkeypatch, target, of_few(n), made, answers.append) < EXACT
+    branched = [[round_.draft for round_ in rounds if round_.draft.branches] for rounds in answers]
+    assert sum(map(bool, branched)) > len(branched) / 2
+    sources = {token.source for drafts in branched for draft in drafts for token in draft}
+    assert ("corpus" in sources) == beside_copies
 
 
 def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from localspec.engine.worker import Job
 from localspec.errors import EngineError
 from localspec.spec_decode.rounds import Round, SpecStats
 from tests.conftest import TinyFiles
-from tests.support.waiting_engine import Timing, WaitingContext, waiting
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -193,27 +191,3 @@ def test_after_an_answer_that_fails_meanwhile_or_is_broken_off_the_next_one_is_r
         assert expected.text.startswith(said)
         assert len(said) < len(expected.text)
         assert llm.generate(PROMPT, GREEDY, speculate=n % 2 == 0, draft_length=3).token_ids == expected.token_ids
-
-
-def test_a_reader_has_a_round_while_the_next_pass_runs(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real threads: the third pass does not end before somebody has read the second round."""
-    read, passes = threading.Event(), 0
-    run = WaitingContext._pass
-
-    def held(self: WaitingContext, tokens: Any, logits: Any, result: Callable[..., Any]) -> Any:
-        nonlocal passes
-        if logits == "all":
-            passes += 1
-        found = run(self, tokens, logits, result)
-        if passes == 3:
-            assert read.wait(60), "the round came too late"
-        return found
-
-    path = tiny.quick.target
-    with waiting({path: Timing(1.0)}), LLM(path, backend="reference", n_ctx=256, idle=False) as llm:
-        monkeypatch.setattr(WaitingContext, "_pass", held)
-        stream = llm.rounds(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False)
-        next(stream)
-        next(stream)
-        read.set()
-        assert len(list(stream)) == 6
