@@ -66,26 +66,6 @@ def test_a_tie_goes_to_the_lower_id_as_in_plain_decoding() -> None:
         assert verify(draft_of(3), rows, [0, 1], GREEDY, Noise(0), ids) == Verdict(0, 2, "recovered")
 
 
-def test_penalties_see_recent_tokens_and_the_path_and_no_other_branch() -> None:
-    def verdict(draft: Draft, rows: np.ndarray, penalty: float, last_n: int = 64) -> Verdict:
-        params = SamplingParams(presence_penalty=penalty, repeat_last_n=last_n)
-        tokens, before = [0, 9], rows.copy()
-        found = verify(draft, rows, tokens, params, Noise(0))
-        assert tokens == [0, 9]
-        assert np.array_equal(rows, before)
-        return found
-
-    rows = rows_for(3, 3, 3)
-    rows[:, 4] = 4.0
-    assert verdict(draft_of(3, 3), rows, 2.0) == Verdict(1, 4, "recovered")
-    assert verdict(draft_of(3, 4), rows, 2.0) == Verdict(2, 3, "bonus")  # 3.0, 2.0
-    rows = rows_for(0)
-    rows[0, 4] = 4.0
-    assert [verdict(draft_of(), rows, 2.0, last_n).next_token for last_n in (1, 2, 0)] == [0, 4, 0]
-    rows = rows_for(1, 4, 3, 3, 3, 3, 3)  # after 1, 4 the target would say 3, which is in another branch
-    assert verdict(tree(), rows, 10.0) == Verdict(2, 3, "recovered", (0, 3))
-
-
 def test_with_a_seed_what_the_target_would_draw_is_accepted_whatever_else_was_guessed() -> None:
     """The text depends on the seed alone: ``test_lossless``."""
     rows = np.random.default_rng(5).normal(0, 1.5, (3, 6)).astype(np.float32)
