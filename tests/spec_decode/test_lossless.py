@@ -446,11 +446,11 @@ class Broken(Exception):
     pass
 
 
-def fail(*args: Any, **options: Any) -> Any:
+def fail(*args: Any) -> Any:
     raise Broken
 
 
-@pytest.mark.parametrize("where", ["process", "truncate", "emit", "accept", "observe", "learn"])
+@pytest.mark.parametrize("where", ["process", "truncate", "push", "accept", "observe", "learn"])
 def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -465,15 +465,11 @@ def test_a_round_that_fails_leaves_tokens_and_memory_as_they_were(
         rounds = [decoder.commit(decoder.decode(decoder.propose())) for _ in range(4)]
         before, budget = list(context.tokens), decoder.budget
         forward = decoder.decode(decoder.propose())
-        owner: Any = {"emit": text, "truncate": context}.get(where)
-        if owner is None:
-            owner = decoder.controller if hasattr(decoder.controller, where) else decoder.drafters[0]
-        truncate = context.truncate
+        owners = (text, context, decoder.controller, decoder.drafters[0])
+        owner: Any = next(each for each in owners if hasattr(each, where))
+        calls = iter([fail, getattr(owner, where)])  # what takes the round back needs ``truncate`` too
         with monkeypatch.context() as patch:
-            patch.setattr(owner, "push" if where == "emit" else where, fail)
-            if where == "truncate":  # at first: what takes the round back needs it too
-                calls = iter([fail, truncate])
-                patch.setattr(owner, where, lambda n: next(calls)(n))
+            patch.setattr(owner, where, lambda *args: next(calls)(*args))
             with pytest.raises(Broken):
                 decoder.commit(forward)
         assert [*prompt, *Answer.of(rounds).tokens] == decoder.tokens
