@@ -9,13 +9,15 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
+from localspec.backends.llama.model import LlamaContext
+from localspec.backends.llama.passes import LlamaPasses
 from localspec.backends.reference import ReferenceContext
 from localspec.controllers.auto import AutoController
 from localspec.controllers.fixed import FixedController
 from localspec.engine.worker import Job
 from localspec.errors import EngineError
 from localspec.spec_decode.rounds import Round, SpecStats
-from tests.conftest import TinyFiles
+from tests.conftest import TinyFiles, open_backend
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -139,6 +141,26 @@ def test_the_answer_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch, lengt
     expected = list(map(asked, REQUESTS))
     overlap(monkeypatch)
     assert list(map(asked, REQUESTS)) == expected
+
+
+def test_llama_cpp_calls_back_within_its_passes(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU computes; each round but an answer's last is handed on there."""
+
+    def answers() -> list[list[int]]:
+        with LLM(tiny.pair.target, ["ngram", tiny.pair.draft], backend=engine, n_ctx=256, idle=False) as llm:
+            return [list(llm.generate(PROMPT, GREEDY, draft_length=length).token_ids) for length in (0, 3, "auto")]
+
+    engine, calls, run = open_backend("llama-cpp").name, list[bool](), LlamaPasses.run
+    expected = answers()
+
+    def watched(self: LlamaPasses, *args: Any, begun: Callable[[], None] | None = None, **options: Any) -> Any:
+        calls.append(begun is not None)
+        return run(self, *args, begun=begun, **options)
+
+    monkeypatch.setattr(LlamaContext, "overlaps", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(LlamaPasses, "run", watched)
+    assert answers() == expected
+    assert sum(calls) > 20
 
 
 def test_a_pass_that_nothing_was_done_beside_is_run_once(llm: LLM) -> None:
