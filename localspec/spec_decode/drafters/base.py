@@ -30,7 +30,6 @@ from localspec.sampling.sampling import (
     best_and_certainty,
     draft_distribution,
     edit_logits,
-    largest_ids,
     top_k_ids,
 )
 from localspec.spec_decode.rounds import Draft, DraftToken, Round
@@ -341,9 +340,13 @@ class Proposer:
         if self._row is None:
             return None
         row, ids, confidence = self._row
-        if len(row) < 2 or confidence >= 1.0:
+        best = int(np.argmax(row))
+        others = [
+            start + int(np.argmax(part)) for start, part in ((0, row[:best]), (best + 1, row[best + 1 :])) if len(part)
+        ]
+        if not others or confidence >= 1.0:
             return None
-        best, second = map(int, largest_ids(row, 2))
+        second = max(others, key=lambda at: float(row[at]))
         share = confidence * math.exp(float(row[second] - row[best])) / (1.0 - confidence)
         return Rival(min(1.0, share), second if ids is None else int(ids[second]), None)
 
@@ -403,6 +406,9 @@ def proposed(source: str, confidence: float, position: int, plan: Plan, proposer
 
 # How much to draft, and from which drafter: what the decoder asks of a controller.
 
+Shares = Mapping[str, float]  # in [0, 1], by source
+NO_SHARES: Shares = MappingProxyType({})
+
 
 class Controller(ABC):
     """Decides, round by round, how far to draft for one request; learns from every round."""
@@ -412,20 +418,13 @@ class Controller(ABC):
         return True
 
     @abstractmethod
-    def plan(
-        self,
-        room: int,
-        n_past: int,
-        *,
-        hidden: Mapping[str, float] = MappingProxyType({}),
-        lost: Set[str] = frozenset(),
-    ) -> Plan:
+    def plan(self, room: int, n_past: int, *, hidden: Shares = NO_SHARES, lost: Set[str] = frozenset()) -> Plan:
         """The permission to draft in the next round.
 
         Args:
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
-            hidden: by source, the share [0, 1] of its steps that the target's passes hide; nothing of others.
+            hidden: of the steps of a source, how many the target's passes hide; none of others.
             lost: sources of drafters that failed, and draft no more.
         """
 
