@@ -275,8 +275,8 @@ def parse(argv: Sequence[str]) -> Run | str:
         # Typer brings its own copy of click in some releases and uses the real one in others.
         if not hasattr(error, "format_message"):
             raise
-        ctx = getattr(error, "ctx", None)
-        return f"{config.in_a_line(_message_of(error))} (see {ctx.command_path if ctx is not None else 'localspec'} --help)"
+        line, ctx = config.in_a_line(_message_of(error)), getattr(error, "ctx", None)
+        return f"{line} (see {ctx.command_path if ctx is not None else 'localspec'} --help)"
     if callable(result):
         return result  # type: ignore[no-any-return]
     if result == 130:  # how Typer reports a Ctrl-C

@@ -115,20 +115,21 @@ def _checking(pair: Pair, draft: DraftModel) -> Steps[None]:
 def prepare_corpora(pair: Pair, drafters: Sequence[Drafter]) -> None:
     """Queue the reading of files that drafters copy from, where these may have changed."""
 
-    def indexing(steps: Steps[str], stopped: Stopped) -> Steps[None]:
+    def indexing(drafter: CorpusDrafter, steps: Steps[None], stopped: Stopped) -> Steps[None]:
+        index = drafter.index
+        was_empty = not index.n_tokens
         try:
-            remark = yield from steps
+            yield from steps
+            if was_empty and index.n_tokens:
+                pair.warnings.append(f"{drafter.info.name}: {index.n_tokens:,} tokens are indexed")
         except Cancelled:
             raise
         except LocalspecError as error:
-            remark = str(error)
-        if remark:
-            pair.warnings.append(remark)
+            pair.warnings.append(str(error))
 
     for drafter in drafters:
-        steps = drafter.index.idle_work(drafter.info.name) if isinstance(drafter, CorpusDrafter) else None
-        if steps is not None:
-            pair.when_idle("corpus", partial(indexing, steps))
+        if isinstance(drafter, CorpusDrafter) and (steps := drafter.index.idle_work()) is not None:
+            pair.when_idle("corpus", partial(indexing, drafter, steps))
 
 
 def ask_another_engine(pair: Pair, path: Path) -> None:

@@ -95,21 +95,14 @@ class SpeculativeDecoder:
         self.tokens: list[int] = []  # everything settled, the prompt included
         self.budget = 0  # tokens that may still be emitted
         self.finish_reason: FinishReason | None = None
-        self._lost = lost
-        self._failed: set[str] = set()
+        self._lost, self._sources = lost, {drafter.info.source for drafter in drafters}
         self._n_chunk = PREFILL_CHUNK
         self._is_open = False
         self._ahead: DraftAhead | None = None  # of this answer: a grammar's state follows one text only
-        # Of the round under way: what its pass verifies, if it does; whether the draft's end may be left out; else the
-        # tokens that close a thinking block.
+        # Of the round under way: what its pass verifies, if it does; else the tokens that close a thinking block.
         self._verified: Draft | None = None
-        self._gives_way = False
         self._forced: Sequence[int] = ()
         self._started = self._drafted = 0.0
-
-    def _without(self, drafter: Drafter, why: str) -> None:
-        self._failed.add(drafter.info.source)
-        self._lost(drafter, why)
 
     # -- one answer alone --------------------------------------------------------------------------------------------
 
@@ -127,13 +120,11 @@ class SpeculativeDecoder:
         text: TextAssembler,
         *,
         cancelled: Callable[[], bool] = lambda: False,
-        n_logprobs: int | None = None,
         constraint: Constraint | None = None,
-        prediction: Sequence[int] = (),
     ) -> Iterator[Round]:
         """Decode round by round, a ``Round`` per target pass, until the answer ends or the cancel flag is set; see
         ``start``."""
-        self.start(prompt, params, text, n_logprobs, constraint, prediction)
+        self.start(prompt, params, text, constraint=constraint)
         try:
             while self.finish_reason is None and not cancelled():
                 round_ = self.commit(self.decode(self.propose()))
@@ -215,7 +206,7 @@ class SpeculativeDecoder:
         self._end_tokens: frozenset[int] = frozenset() if params.ignore_eos else target.model.vocab.eog
         draft_ends = self._end_tokens if text.thinking is None else self._end_tokens | text.thinking.draft_ends
         proposer = Proposer(params, self._noise, constraint, target.model.n_vocab)
-        self._group = DrafterGroup(self.drafters, proposer, draft_ends, self._without)
+        self._group = DrafterGroup(self.drafters, proposer, draft_ends, self._lost)
         for drafter in self.drafters:
             drafter.begin(self.tokens, prediction=prediction, target=target)
         if self._ahead is not None:
@@ -223,7 +214,8 @@ class SpeculativeDecoder:
 
     def propose(self) -> TargetPass:
         """What the next pass is over: a chunk of the prompt, or the last settled token and the draft, whose token i is
-        judged by row i. Where the budget of a thinking block is spent, the tokens that close it come in its place."""
+        judged by row i. The draft is what the drafters propose, as far as the controller lets them; empty is plain
+        decoding. Where the budget of a thinking block is spent, the tokens that close it come in its place."""
         if self.unread:
             n = min(self._n_chunk, len(self.unread))
             n_after = len(self.unread) - n
@@ -236,12 +228,25 @@ class SpeculativeDecoder:
         if self._forced:
             self._drafted = self._started
             return TargetPass([last, *self._forced[:-1]])
-        draft = self._verified = self._draft()
-        self._drafted = time.perf_counter()
+        target, ahead, room = self.target, self._ahead, self.budget - 1
+        n_past, hidden = target.n_past, {} if ahead is None else ahead.hidden
+        room = room if thinking is None else int(min(room, thinking.room))  # no round may overrun either budget
+        lost = self._sources.difference(drafter.info.source for drafter in self.drafters)
+        plan = self.controller.plan(room, n_past, hidden=hidden, lost=lost)
+        try:
+            if ahead is not None:
+                draft = ahead.draft(self.tokens, plan)
+            else:
+                branching = plan.branching() if target.can_branch and self._constraint is None else None
+                draft = self._group.draft(self.tokens, plan, branching)
+        finally:
+            if target.n_past > n_past:  # a drafter decoded in it
+                target.truncate(n_past)
+        self._verified, self._drafted = draft, time.perf_counter()
         return TargetPass(
             [last, *draft.ids],
             parents=[-1, *(parent + 1 for parent in draft.parents)] if draft.branches else None,
-            draft=draft if self._gives_way and not draft.branches else None,
+            draft=draft if plan.gives_way and not draft.branches else None,
             n_best=self._n_best,
         )
 
@@ -278,23 +283,6 @@ class SpeculativeDecoder:
             self.controller.learn(round_)
 
     # -- the parts of a round ----------------------------------------------------------------------------------------
-
-    def _draft(self) -> Draft:
-        """What the drafters propose, as far as the controller lets them; empty is plain decoding."""
-        thinking, ahead, n_past = self._text.thinking, self._ahead, self.target.n_past
-        room, hidden = self.budget - 1, {} if ahead is None else ahead.hidden
-        room = room if thinking is None else int(min(room, thinking.room))  # no round may overrun either budget
-        plan = self.controller.plan(room, n_past, hidden=hidden, lost=self._failed)
-        self._gives_way = plan.gives_way
-        try:
-            if ahead is not None:
-                return ahead.draft(self.tokens, plan)
-            may_branch = self.target.can_branch and self._constraint is None
-            branching = plan.branching() if may_branch else None
-            return self._group.draft(self.tokens, plan, branching)
-        finally:
-            if self.target.n_past > n_past:  # a drafter decoded in it
-                self.target.truncate(n_past)
 
     def _round(self, forward: Forward) -> Round:
         """Accept or reject the draft, take back what was rejected, emit the rest, learn.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,13 @@ from localspec.backends.base import Forward
 from localspec.backends.reference import ReferenceContext
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import SpeculativeDecoder
-from localspec.spec_decode.drafters.base import Branching, Controller, Drafter, DrafterInfo, Plan, Proposer
+from localspec.spec_decode.drafters.base import Branching, Controller, Plan
+from localspec.spec_decode.drafters.corpus import CorpusDrafter
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
-from localspec.spec_decode.rounds import DraftToken, Round
+from localspec.spec_decode.rounds import Round
 from tests.conftest import TinyFiles
-from tests.spec_decode.test_exactness import EXACT, SAMPLING, Predictions, Tokens
-from tests.spec_decode.test_lossless import N_CTX, TableContext, law_difference, run
+from tests.spec_decode.test_exactness import EXACT, Predictions, Tokens
+from tests.spec_decode.test_lossless import N_CTX, TableContext, corpus_of, law_difference, of_few, run
 
 
 class Branchy(Controller):
@@ -64,49 +65,29 @@ class BranchingTable(TableContext):
         pass
 
 
-class Copier(Drafter):
-    info = DrafterInfo("copier", copies=True)
-
-    def __init__(self, *copied: int) -> None:
-        self.copied = copied
-
-    def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        n_drafted = len(tokens) - self.n_settled
-        return [
-            DraftToken(token, self.info.source, 0.5)
-            for token in self.copied
-            if n_drafted == 0 and plan.keep(self.info.source, 0.5)
-        ]
-
-    def begin(self, tokens: Sequence[int], **situation: Any) -> None:
-        self.n_settled = len(tokens)
-
-    def accept(self, emitted: Sequence[int]) -> None:
-        self.n_settled += len(emitted)
-
-
 @pytest.mark.parametrize(("length", "n", "beside_copies"), [(1, 2, False), (2, 3, False), (1, 3, True)])
 def test_the_law_of_whole_answers_is_that_of_plain_sampling(
     target: Predictions,
     small: Predictions,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     length: int,
     n: int,
     beside_copies: bool,
 ) -> None:
     """Real decoder, drafter, proposer and group; samples and most probable tokens, with rivals, beside copies."""
-    params = replace(SAMPLING, top_k=3, max_tokens=n, ignore_eos=True)
-    branched: list[bool] = []
+    index, answers = corpus_of(tmp_path, [4, 3, 4, 4, 4]), list[list[Round]]()
 
     def made() -> SpeculativeDecoder:
-        drafters: list[Drafter] = [DraftModelDrafter(BranchingTable(small)), *[Copier(3, 4)] * beside_copies]
+        copying = [CorpusDrafter(index, "corpus", "corpus:x")] * beside_copies
+        drafters = [DraftModelDrafter(BranchingTable(small)), *copying]
         return SpeculativeDecoder(BranchingTable(target), drafters, Branchy(length=length))
 
-    def watch(rounds: list[Round]) -> None:
-        branched.append(any(round_.draft.branches for round_ in rounds))
-
-    assert law_difference(monkeypatch, target, params, made, watch) < EXACT
-    assert sum(branched) > len(branched) / 2
+    assert law_difference(monkeypatch, target, of_few(n), made, answers.append) < EXACT
+    branched = [[round_.draft for round_ in rounds if round_.draft.branches] for rounds in answers]
+    assert sum(map(bool, branched)) > len(branched) / 2
+    sources = {token.source for drafts in branched for draft in drafts for token in draft}
+    assert ("corpus" in sources) == beside_copies
 
 
 def test_an_engine_that_feeds_no_trees_gets_chains(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +10,14 @@ import pytest
 from localspec import LLM, SamplingParams
 from localspec.backends.base import Context, Forward
 from localspec.backends.llama.model import LlamaContext
+from localspec.backends.llama.passes import LlamaPasses
 from localspec.backends.reference import ReferenceContext
 from localspec.controllers.auto import AutoController
 from localspec.controllers.fixed import FixedController
 from localspec.engine.worker import Job
 from localspec.errors import EngineError
 from localspec.spec_decode.rounds import Round, SpecStats
-from tests.conftest import Backend, TinyFiles
-from tests.support.waiting_engine import Timing, WaitingContext, waiting
+from tests.conftest import TinyFiles, open_backend
 
 pytestmark = pytest.mark.usefixtures("measured_home")
 
@@ -34,10 +33,9 @@ def llm(tiny: TinyFiles) -> Iterator[LLM]:
 
 
 def overlap(patch: pytest.MonkeyPatch, log: Callable[[str, Context], None] = lambda what, context: None) -> None:
-    """Contexts of the reference and the llama.cpp engines overlap; each pass is logged, as it begins and ends."""
-    for kind in (LlamaContext, ReferenceContext):
-        patch.setattr(kind, "overlaps", property(lambda self: True, lambda self, value: None), raising=False)
-
+    """Contexts of the reference engine overlap; each pass is logged, as it begins and ends."""
+    always = property(lambda self: True, lambda self, value: None)
+    patch.setattr(ReferenceContext, "overlaps", always, raising=False)
     feed = Context._feed
 
     def fed(self: Context, tokens: Any, compute: Callable[[], Forward]) -> Forward:
@@ -145,16 +143,24 @@ def test_the_answer_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch, lengt
     assert list(map(asked, REQUESTS)) == expected
 
 
-def test_engines_answer_the_same(fast_backend: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answers() -> list[list[int]]:
-        with LLM(tiny.pair.target, ["ngram", tiny.pair.draft], backend=fast_backend.name, n_ctx=256, idle=False) as llm:
-            return [list(llm.generate(PROMPT, GREEDY, draft_length=length).token_ids) for length in (0, 3, 0, "auto")]
+def test_llama_cpp_calls_back_within_its_passes(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU computes; each round but an answer's last is handed on there."""
 
+    def answers() -> list[list[int]]:
+        with LLM(tiny.pair.target, ["ngram", tiny.pair.draft], backend=engine, n_ctx=256, idle=False) as llm:
+            return [list(llm.generate(PROMPT, GREEDY, draft_length=length).token_ids) for length in (0, 3, "auto")]
+
+    engine, calls, run = open_backend("llama-cpp").name, list[bool](), LlamaPasses.run
     expected = answers()
-    begun: list[Context] = []
-    overlap(monkeypatch, lambda what, context: begun.append(context))
+
+    def watched(self: LlamaPasses, *args: Any, begun: Callable[[], None] | None = None, **options: Any) -> Any:
+        calls.append(begun is not None)
+        return run(self, *args, begun=begun, **options)
+
+    monkeypatch.setattr(LlamaContext, "overlaps", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(LlamaPasses, "run", watched)
     assert answers() == expected
-    assert begun
+    assert sum(calls) > 20
 
 
 def test_a_pass_that_nothing_was_done_beside_is_run_once(llm: LLM) -> None:
@@ -207,27 +213,3 @@ def test_after_an_answer_that_fails_meanwhile_or_is_broken_off_the_next_one_is_r
         assert expected.text.startswith(said)
         assert len(said) < len(expected.text)
         assert llm.generate(PROMPT, GREEDY, speculate=n % 2 == 0, draft_length=3).token_ids == expected.token_ids
-
-
-def test_a_reader_has_a_round_while_the_next_pass_runs(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real threads: the third pass does not end before somebody has read the second round."""
-    read, passes = threading.Event(), 0
-    run = WaitingContext._pass
-
-    def held(self: WaitingContext, tokens: Any, logits: Any, result: Callable[..., Any]) -> Any:
-        nonlocal passes
-        if logits == "all":
-            passes += 1
-        found = run(self, tokens, logits, result)
-        if passes == 3:
-            assert read.wait(60), "the round came too late"
-        return found
-
-    path = tiny.quick.target
-    with waiting({path: Timing(1.0)}), LLM(path, backend="reference", n_ctx=256, idle=False) as llm:
-        monkeypatch.setattr(WaitingContext, "_pass", held)
-        stream = llm.rounds(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True), speculate=False)
-        next(stream)
-        next(stream)
-        read.set()
-        assert len(list(stream)) == 6

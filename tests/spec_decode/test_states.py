@@ -18,13 +18,13 @@ from localspec.backends.base import Context, FloatArray, Forward, Model
 from localspec.controllers.fixed import FixedController
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.decoder import PREFILL_CHUNK, SpeculativeDecoder
-from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.drafters.base import Drafter, DrafterFailed, DrafterInfo, Plan, Proposer
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import DraftToken
 from tests.conftest import TinyFiles, open_backend
 from tests.spec_decode.test_branching import Branchy
+from tests.spec_decode.test_lossless import Answer, run
 from tests.support.contexts import some_tokens
 
 NOISE = 0.004
@@ -106,10 +106,7 @@ class Recorder(Drafter):
 
 
 def answer(decoder: SpeculativeDecoder, prompt: Sequence[int], n: int) -> list[int]:
-    decoder.prefill(prompt, lambda: False)
-    text = TextAssembler(decoder.target.model.vocab, ())
-    rounds = decoder.rounds(prompt, SamplingParams(max_tokens=n, ignore_eos=True), text)
-    return [token.id for round_ in rounds for token in round_.emitted]
+    return Answer.of(run(decoder, list(prompt), SamplingParams(max_tokens=n, ignore_eos=True))).tokens
 
 
 def check(recorder: Recorder, model: Model) -> None:

@@ -71,26 +71,25 @@ def test_thinking_and_answer_are_told_apart_however_they_are_cut(tmp_path: Path,
         assert "".join(map(model.vocab.display, tokens[:n])) == shown + "".join(s.text for s in text.finish())
 
 
+SPELLED = "<|channel|>analysis<|message|>the"
+
+
 @pytest.mark.parametrize(
-    ("text", "stop", "thinking", "answer"),
+    ("family", "text", "stop", "thinking", "answer"),
     [
-        ("the <think> in </think> an", (), "", "the <think> in </think> an"),  # only at the beginning of an answer
-        ("<think>\nin the </thi", (), "in the </thi", ""),  # cut short
-        ("<think>in the man</think>an the end", ("the",), "in the man", "an "),  # stop strings are of the answer
+        ("qwen", "the <think> in </think> an", (), "", "the <think> in </think> an"),  # only where an answer begins
+        ("qwen", "<think>\nin the </thi", (), "in the </thi", ""),  # cut short
+        ("qwen", "<think>in the man</think>an the end", ("the",), "in the man", "an "),  # these are of the answer
+        ("gpt-oss", SPELLED, (), "", SPELLED),  # a text that spells a control token is no mark
     ],
 )
-def test_where_a_block_is(tmp_path: Path, text: str, stop: tuple[str, ...], thinking: str, answer: str) -> None:
-    model = load(write_thinker(tmp_path, "qwen"))
-    said = assembler(model, stop=stop)
-    found = parts(said, model.tokenize(text))
+def test_where_a_block_is(
+    tmp_path: Path, family: str, text: str, stop: tuple[str, ...], thinking: str, answer: str
+) -> None:
+    model = load(write_thinker(tmp_path, family))
+    said, spelled = assembler(model, stop=stop), [piece for each in text for piece in model.tokenize(each)]
+    found = parts(said, spelled if family == "gpt-oss" else model.tokenize(text))
     assert (found["thinking"], found["answer"], said.stopped) == (thinking, answer, bool(stop))
-
-
-def test_text_that_spells_a_control_token_is_no_mark(tmp_path: Path) -> None:
-    model = load(write_thinker(tmp_path, "gpt-oss"))
-    spelled = "<|channel|>analysis<|message|>the"
-    found = parts(assembler(model), [piece for character in spelled for piece in model.tokenize(character)])
-    assert (found["thinking"], found["answer"]) == ("", spelled)
 
 
 SETTINGS = (SamplingParams(max_tokens=40), SamplingParams(temperature=1.0, seed=3, max_tokens=40))
@@ -139,19 +138,17 @@ def test_answer_and_thinking_are_apart_in_all_that_is_given_back(tmp_path: Path)
         with llm.rounds(ASKED, params, thinking_budget=10) as stream:
             rounds = list(stream)
         reply = stream.reply
-        assert reply.thinking
-        assert reply.text
-        assert "".join(each.thinking for each in rounds) == reply.thinking
-        assert "".join(llm.stream(ASKED, params, thinking_budget=10)) == reply.text == reply.as_dict()["text"]
-        assert reply.as_dict()["thinking"] == reply.thinking
+        said, as_json = (reply.thinking, reply.text), reply.as_dict()
+        assert all(said)
+        assert (as_json["thinking"], as_json["text"]) == said
         assert "".join(each.as_event().get("thinking", "") for each in rounds) == reply.thinking
+        assert "".join(llm.stream(ASKED, params, thinking_budget=10)) == reply.text
         whole = llm.generate(llm.encode(ASKED), params)
         assert "thinking" not in whole.as_dict()  # token ids are a text like any other
         session = llm.session(params=params)
         session.chat("in the and", thinking_budget=10)
-        assert session.messages[-1] == {
-            "role": "assistant", "content": reply.text, "reasoning_content": reply.thinking
-        }  # fmt: skip
+        kept = {"role": "assistant", "content": reply.text, "reasoning_content": reply.thinking}
+        assert session.messages[-1] == kept
 
 
 def test_without_thinking_an_answer_begins_at_once(tmp_path: Path) -> None:

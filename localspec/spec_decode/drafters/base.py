@@ -402,6 +402,9 @@ def proposed(source: str, confidence: float, position: int, plan: Plan, proposer
 
 # How much to draft, and from which drafter: what the decoder asks of a controller.
 
+Shares = Mapping[str, float]  # in [0, 1], by source
+NO_SHARES: Shares = MappingProxyType({})
+
 
 class Controller(ABC):
     """Decides, round by round, how far to draft for one request; learns from every round."""
@@ -411,20 +414,13 @@ class Controller(ABC):
         return True
 
     @abstractmethod
-    def plan(
-        self,
-        room: int,
-        n_past: int,
-        *,
-        hidden: Mapping[str, float] = MappingProxyType({}),
-        lost: Set[str] = frozenset(),
-    ) -> Plan:
+    def plan(self, room: int, n_past: int, *, hidden: Shares = NO_SHARES, lost: Set[str] = frozenset()) -> Plan:
         """The permission to draft in the next round.
 
         Args:
             room: most tokens that can be drafted within the token budget and the context.
             n_past: tokens in the target's memory.
-            hidden: by source, the share [0, 1] of its steps that the target's passes hide; nothing of others.
+            hidden: of the steps of a source, how many the target's passes hide; none of others.
             lost: sources of drafters that failed, and draft no more.
         """
 

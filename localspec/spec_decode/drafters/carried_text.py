@@ -75,6 +75,7 @@ class CarriedText:
 
     Attributes:
         pending: bytes at the end of the text that are not yet a whole character, and in no token of the draft model.
+            Nothing can be drafted behind them: a token that begins with the rest of a character is no text of its own.
     """
 
     def __init__(self, target: Side, draft: Side) -> None:
@@ -106,7 +107,7 @@ class CarriedText:
         return self._ids
 
     def continuation(self, drafted: Sequence[int]) -> list[tuple[int, int]]:
-        """The target's tokens for what the draft model says after the text.
+        """The target's tokens for what the draft model says after the text, which ends with a whole character.
 
         Args:
             drafted: the draft model's tokens [n] after those of ``follow``.
@@ -115,28 +116,23 @@ class CarriedText:
             Each token of the target, and how many of ``drafted`` it takes, counted from the first. Half a character at
             the end is left out, and so is all behind a token that cannot be carried over.
         """
-        spelled, ends, special = bytearray(), list[int](), None
+        spelled, ends, special = bytearray(), list[int](), list[tuple[int, int]]()
         for at, token in enumerate(drafted):
             piece = self._draft.bytes_of(token)
             if not piece:
-                special = (self._to_target.get(token), at + 1)
+                special = [(self._to_target[token], at + 1)] if token in self._to_target else []
                 break
             spelled += piece
             ends.append(len(spelled))
-        if not spelled.startswith(self.pending[: len(spelled)]):
-            return []
         whole = spelled[: len(spelled) - len(_half_character(spelled))]
-        found: list[tuple[int, int]] = []
-        tokens = self._target.tokens_of(bytes(whole[len(self.pending) :])) if len(whole) > len(self.pending) else []
+        tokens = self._target.tokens_of(bytes(whole)) if whole else []
         if tokens is None:
             return []
-        offset = len(self.pending)
+        found, offset = list[tuple[int, int]](), 0
         for token in tokens:
             offset += len(self._target.bytes_of(token))
             found.append((token, bisect_right(ends, offset - 1) + 1))
-        if special is not None and special[0] is not None and len(whole) == len(spelled) >= len(self.pending):
-            found.append((special[0], special[1]))
-        return found
+        return found + special if len(whole) == len(spelled) else found
 
     def _bytes_of(self, token: int) -> bytes:
         piece = self._target.bytes_of(token)

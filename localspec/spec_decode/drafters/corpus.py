@@ -401,7 +401,6 @@ class CorpusIndex:
         self.folder = folder / hashlib.sha256(f"{vocabulary} {source.key}".encode()).hexdigest()[:20]
         self.segments: list[Segment] = []  # what can be searched now
         self.done = 0.0  # of what ``update`` reads, the share that it has read
-        self.is_current = False  # whether ``survey`` found nothing to update
         self._due = 0.0  # when to look at the files again, on the monotonic clock [s]
         self._tokenize = tokenize
         self._files: dict[str, TextFile] = {}
@@ -445,21 +444,12 @@ class CorpusIndex:
 
     # -- keeping in step -------------------------------------------------------------------------------------------
 
-    def idle_work(self, name: str) -> Steps[str] | None:
-        """What is to be done while there is no request: an ``update``, where the files were not looked at just now.
-
-        Returns:
-            Steps that end with a remark for the user, or with ""; ``name`` is what ``--draft`` calls the corpus.
-        """
+    def idle_work(self) -> Steps[None] | None:
+        """What is to be done while there is no request: an ``update``, where the files were not looked at just now."""
         if time.monotonic() < self._due:
             return None
         self._due = math.inf  # until that is done
-        return self._updated(name)
-
-    def _updated(self, name: str) -> Steps[str]:
-        n_before = self.n_tokens
-        yield from self.update()
-        return "" if n_before or not self.n_tokens else f"{name}: {self.n_tokens:,} tokens are indexed"
+        return self.update()
 
     def survey(self) -> Steps[Survey]:
         """Look at the files, and open what is indexed of them.
@@ -473,8 +463,8 @@ class CorpusIndex:
             raise UsageError(f"cannot look at {self.source.key}: {error.strerror or error}") from None
         self._open()
         new = self._new()
-        self.is_current = not new and sum(len(segment.files) for segment in self.segments) == len(self._files)
-        self._due = time.monotonic() + LOOK_AGAIN_S if self.is_current else 0.0
+        is_current = not new and sum(len(segment.files) for segment in self.segments) == len(self._files)
+        self._due = time.monotonic() + LOOK_AGAIN_S if is_current else 0.0
         n_bytes, new_bytes = (sum(file.size for file in files) for files in (self._files.values(), new))
         return Survey(len(self._files), n_bytes, len(new), new_bytes)
 

@@ -65,7 +65,7 @@ class GrammarDrafter(Drafter):
             n = int(constraint.vocabulary.lengths[token])
             kind = self._kind(forced[:n], forced[n:])
             forced = forced[n:]
-            confidence = self._hits.rate(kind)
+            confidence = self._hits.rates[kind]
             expected = plan.keep(self.info.source, confidence)
             if expected is None:
                 break

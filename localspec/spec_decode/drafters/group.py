@@ -74,11 +74,12 @@ class DrafterGroup:
             if rival is not None and expected is not None:
                 token = DraftToken(self.proposer.draw(rival), first.source, rival.confidence, rival.law, expected)
                 draft.add(token, at - 1)
-        for drafter in [
-            drafter for drafter in self.drafters if drafter.info.copies and drafter.info.source != draft[0].source
-        ]:
+        copying = [each for each in self.drafters if each.info.copies and each.info.source != draft[0].source]
+        for drafter in copying:
             at = -1
-            for copy in self._ask(drafter, tokens, Plan(branching.room)):  # weighed below
+            for copy in self._ask(drafter, tokens, Plan(branching.room)):  # all that it has, weighed here
+                if copy.dist is not None:  # it was sampled, which ``branch`` would have to be asked before
+                    break
                 here = [child for child in draft.children(at) if draft[child].id == copy.id]
                 if not here:
                     expected = branching.branch(draft, at, copy.source, copy.prob)

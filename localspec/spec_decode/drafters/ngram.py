@@ -32,13 +32,12 @@ class HitRates(Generic[Kind]):
         self._fade = 1.0 - 1.0 / memory
         self._right = {kind: prior * prior_weight for kind, prior in priors.items()}
         self._total = dict.fromkeys(priors, prior_weight)
-
-    def rate(self, kind: Kind) -> float:
-        return self._right[kind] / self._total[kind]
+        self.rates = {kind: right / prior_weight for kind, right in self._right.items()}
 
     def learn(self, kind: Kind, right: bool) -> None:
         self._right[kind] = self._right[kind] * self._fade + right
         self._total[kind] = self._total[kind] * self._fade + 1.0
+        self.rates[kind] = self._right[kind] / self._total[kind]
 
 
 # Lower ends of the ranges of match lengths, and how often a continuation was right for each on 59,000 tokens of code
@@ -116,7 +115,7 @@ class CopyingDrafter(Drafter, Generic[Place]):
     def confidence(self, tokens: Sequence[int]) -> float:
         """The confidence [0, 1] in what it would propose next; 0 where it has nothing. ``tokens`` as for ``draft``."""
         found = self._texts.continuation(self._place(tokens))
-        return 0.0 if found is None else self._hits.rate(found.kind)
+        return 0.0 if found is None else self._hits.rates[found.kind]
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
         source, place, draft = self.info.source, self._place(tokens), list[DraftToken]()
@@ -125,7 +124,7 @@ class CopyingDrafter(Drafter, Generic[Place]):
             if found is None or proposer.n_legal([*(each.id for each in draft), found.token]) <= len(draft):
                 plan.nothing(source)
                 break
-            confidence = self._hits.rate(found.kind)
+            confidence = self._hits.rates[found.kind]
             expected = plan.keep(source, confidence)
             if expected is None:
                 break
@@ -184,16 +183,12 @@ class SuffixAutomaton:
         self._log: deque[tuple[int, int, int, tuple[int, ...]]] = deque(maxlen=UNDO_DEPTH)
 
     @property
-    def n_states(self) -> int:
-        return len(self._next)
-
-    @property
     def n_undoable(self) -> int:
         return len(self._log)
 
     def push(self, token: int) -> None:
         """Add a token at the end."""
-        next_, link, size = self._next, self._link, self._size
+        next_, link, size, followed, best = self._next, self._link, self._size, self._followed, self._best
         last, split = self._last, _NONE
         state = self._new_state({}, _ROOT, size[last] + 1, 0, _NONE)
         p = last
@@ -206,28 +201,14 @@ class SuffixAutomaton:
                 link[state] = q
             else:
                 split = q
-                clone = self._new_state(dict(next_[q]), link[q], size[p] + 1, self._followed[q], self._best[q])
+                clone = self._new_state(dict(next_[q]), link[q], size[p] + 1, followed[q], best[q])
                 while p != _NONE and next_[p].get(token) == q:
                     next_[p][token] = clone
                     p = link[p]
                 link[q] = link[state] = clone
-        self._log.append((token, last, split, self._count(last, token)))
-        self._last = state
-
-    def _new_state(self, next_: dict[int, int], link: int, size: int, followed: int, best: int) -> int:
-        self._next.append(next_)
-        self._link.append(link)
-        self._size.append(size)
-        self._followed.append(followed)
-        self._best.append(best)
-        return len(self._next) - 1
-
-    def _count(self, last: int, token: int) -> tuple[int, ...]:
-        """``token`` followed the text that ends in state ``last``: count it for its suffixes."""
-        next_, link, followed, best = self._next, self._link, self._followed, self._best
         changes: list[int] = []
         p = last
-        for _ in range(MAX_WALK):
+        for _ in range(MAX_WALK):  # it followed this text: count that for its suffixes
             if p == _NONE:
                 break
             followed[p] += 1
@@ -237,7 +218,16 @@ class SuffixAutomaton:
                 changes += (p, rival)
                 best[p] = token
             p = link[p]
-        return tuple(changes)
+        self._log.append((token, last, split, tuple(changes)))
+        self._last = state
+
+    def _new_state(self, next_: dict[int, int], link: int, size: int, followed: int, best: int) -> int:
+        self._next.append(next_)
+        self._link.append(link)
+        self._size.append(size)
+        self._followed.append(followed)
+        self._best.append(best)
+        return len(self._next) - 1
 
     def pop(self) -> None:
         """Take the last token back.

@@ -54,8 +54,8 @@ class OtherVocabularyDrafter(DraftModelDrafter):
         def confidence(n: int) -> float:
             return reach[n] / reach[done] if reach[done] else 0.0
 
-        ids = self._carried.follow(tokens)
-        known = self._n_known(ids, plan) if ids else None
+        ids, vocab = self._carried.follow(tokens), self.context.model.vocab
+        known = self._n_known(ids, plan) if ids and not self._carried.pending else None
         if known is None:
             return []
         pending = ids[known:]
@@ -69,7 +69,7 @@ class OtherVocabularyDrafter(DraftModelDrafter):
             carried = self._carried.continuation(drafted)
             if [token for token, _ in carried[: len(found)]] != [token.id for token in found]:
                 return found  # what is drafted now merges with what was drafted before
-            can_go_on = best not in self.context.model.vocab.eog and self.context.n_free > 0
+            can_go_on = best not in vocab.eog and bool(vocab.token_bytes(best)) and self.context.n_free > 0
             fresh = carried[len(found) :]
             for token, n in fresh:
                 is_held = can_go_on and len(found) + 1 == len(carried) and plan.room > 1
@@ -81,6 +81,8 @@ class OtherVocabularyDrafter(DraftModelDrafter):
                 found.append(DraftToken(token, source, confidence(n), None, expected))
                 done = n
             else:
+                # Half a character has three bytes at most: what more tokens do not complete cannot be carried over.
+                can_go_on = can_go_on and len(drafted) - done < 4
                 if fresh or not (can_go_on and plan.more(source, 1)):
                     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from localspec import LocalspecError, SamplingParams
-from localspec.backends.base import Forward
+from localspec.backends.base import Context, Forward
 from localspec.backends.llama import llama_cpp
 from localspec.commands.files import inspect_command
 from localspec.engine.pair import Pair
@@ -80,20 +80,20 @@ def test_it_drafts_after_rejections_as_over_a_fresh_memory(files: Files) -> None
             pair.target.new_context(256, hidden=taps, branches=branches) as target,
             used.head.new_context(256) as context,
         ):
-            reader = FollowingHead(used.head, context, "head")
+
+            def drafts(forward: Forward, of: Context) -> list[tuple[int, float]]:
+                reader = FollowingHead(used.head, context, "head")
+                reader.process(tokens[:-1], forward)
+                reader.begin(tokens, target=of)
+                return proposed(reader, tokens)
+
             forward = target.decode(tokens[:-1])
-            reader.process(tokens[:-1], forward)
-            reader.begin(tokens, target=target)
-            mine, expected = proposed(used, tokens), proposed(reader, tokens)
-            other = FollowingHead(used.head, context, "head")
-            other.process(tokens[:-1], Forward(forward.logits, {taps[0]: 0 * forward.hidden[taps[0]]}))
-            other.begin(tokens, target=target)
-            different.append(proposed(other, tokens) != expected)
-            other = FollowingHead(used.head, context, "head")
+            mine, expected = proposed(used, tokens), drafts(forward, target)
+            without = Forward(forward.logits, {taps[0]: 0 * forward.hidden[taps[0]]})
+            different.append(drafts(without, target) != expected)
             with pair.target.new_context(256, hidden=taps) as elsewhere:
-                other.process(tokens[:-1], elsewhere.decode([5, *tokens[:-1]][:-1]))
-                other.begin(tokens, target=elsewhere)
-                different.append(proposed(other, tokens) != expected)
+                forward = elsewhere.decode([5, *tokens[:-1]][:-1])
+                different.append(drafts(forward, elsewhere) != expected)
         assert [token for token, _ in mine] == [token for token, _ in expected]
         assert [prob for _, prob in mine] == pytest.approx([prob for _, prob in expected], rel=0.02)
 

@@ -62,19 +62,12 @@ def wide(folder: Path) -> ggufs.Pair:
     return ggufs.Pair(target, ggufs.write_llama(folder / "wide.gguf", SHAPE, padded, weights=small))
 
 
-def write_draft(path: Path, wide: ggufs.Pair, **rows: tuple[int, float]) -> Path:
+def write_draft(path: Path, **rows: tuple[int, float]) -> Path:
     """A good draft for the target, but for some rows of its tensors."""
     weights = ggufs.perturbed(ggufs.llama_weights(SHAPE, N_VOCAB), 1, 0.02)
     for name, (row, value) in rows.items():
         weights[f"{name}.weight"][row] = value
     return ggufs.write_llama(path, SHAPE, bpe_vocab(N_VOCAB), weights=weights)
-
-
-def unseen_token(target: Path) -> int:
-    """A token that no check of an engine reads."""
-    with reference.load(target) as model:
-        seen = {*model.tokenize(CHECK_TEXT, add_special=True), *PROMPT}
-    return next(token for token in range(100, N_VOCAB) if token not in seen)
 
 
 @pytest.mark.parametrize("length", [4, "auto"])
@@ -116,23 +109,15 @@ def test_a_prediction_is_made_of_the_targets_tokens(wide: ggufs.Pair) -> None:
         assert llm.generate(PROMPT, GREEDY, prediction=np.array(plain)).token_ids == plain
 
 
-@pytest.fixture(scope="module")
-def never_sound(folder: Path, wide: ggufs.Pair) -> Path:
-    """One of its logits is never a number."""
-    return write_draft(folder / "never-sound.gguf", wide, output=(17, np.nan))
-
-
-@pytest.fixture(scope="module")
-def turns_bad(folder: Path, wide: ggufs.Pair) -> Path:
-    """Its logits are no numbers once it has read a token that no check of an engine reads."""
-    return write_draft(folder / "turns-bad.gguf", wide, token_embd=(unseen_token(wide.target), np.nan))
-
-
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "seeded"])
 def test_a_draft_that_turns_bad_is_dropped_with_one_warning(
-    engine: str, wide: ggufs.Pair, turns_bad: Path, kind: str, caplog: pytest.LogCaptureFixture
+    engine: str, wide: ggufs.Pair, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = unseen_token(wide.target)
+    """Its logits are no numbers once it has read a token that no check of an engine reads."""
+    with reference.load(wide.target) as model:
+        seen = {*model.tokenize(CHECK_TEXT, add_special=True), *PROMPT}
+    bad = next(token for token in range(100, N_VOCAB) if token not in seen)
+    turns_bad = write_draft(folder / "turns-bad.gguf", token_embd=(bad, np.nan))
     prompt = [*PROMPT, bad, *PROMPT]
     params = replace(KINDS[kind], logit_bias={bad: -np.inf})  # only the prompt says it
     with LLM(wide.target, draft=turns_bad, backend=engine, n_ctx=256, draft_length=3) as llm:
@@ -156,7 +141,8 @@ def test_a_draft_that_turns_bad_is_dropped_with_one_warning(
         assert llm.generate(PROMPT, params).stats["by_source"]["model"]["num_draft_tokens"] > 0
 
 
-def test_the_other_drafters_go_on(wide: ggufs.Pair, never_sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_drafters_go_on(wide: ggufs.Pair, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_sound = write_draft(folder / "never-sound.gguf", output=(17, np.nan))  # one of its logits is never a number
     asked: list[str] = []
     draft = DraftModelDrafter.draft
 

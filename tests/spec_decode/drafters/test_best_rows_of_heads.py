@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -11,13 +10,16 @@ from typing import Any
 import pytest
 
 from localspec import LLM, SamplingParams
+from localspec.backends.base import Context, Forward
 from localspec.backends.best_rows import by_token
+from localspec.backends.llama.model import LlamaModel
 from localspec.backends.reference import ReferenceContext
+from localspec.heads.llama import LlamaHeadModel
 from tests.conftest import TinyFiles, open_backend
+from tests.spec_decode.drafters.test_heads_on_engines import Make, dflash, eagle3
 from tests.spec_decode.drafters.test_published_heads import write_mtp
-from tests.support.best_rows import force_best, hand_out_best
+from tests.spec_decode.test_exactness import cut
 from tests.support.heads import write_random_head
-from tests.support.published_heads import write_dflash, write_eagle3
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SETTINGS = {
@@ -33,107 +35,93 @@ WHOLE = {
 }
 PROMPTS = ("one two one two", "three four five")
 
-Made = tuple[Path, Any]
-"""A target, and what is to draft for it."""
 
-Make = Callable[[TinyFiles, Path], Made]
-
-
-def published(write: Callable[..., Path], **options: Any) -> Make:
-    return lambda tiny, folder: (tiny.pair.target, write(tiny.pair.target, folder / "head.gguf", **options))
-
-
-def of_mtp(name: str) -> Make:
-    return lambda tiny, folder: (write_mtp(name, folder), "mtp")
-
-
-def chained(tiny: TinyFiles, folder: Path) -> Made:
+def chained(tiny: TinyFiles, folder: Path) -> tuple[Path, Any]:
     return tiny.pair.target, f"head:{write_random_head(tiny.pair.target, folder / 'head.gguf', n_out=150)}"
 
 
-def early_exit(tiny: TinyFiles, folder: Path) -> Made:
-    return tiny.pair.target, "early-exit:1"
-
-
-PUBLISHED = {
-    "eagle3 with a token map": (published(write_eagle3, n_out=200), ("llama-cpp",)),
-    "dflash with a token map": (published(write_dflash, n_out=250, block_size=16), ("llama-cpp",)),
-    "dspark behind the anchor": (
-        published(write_dflash, markov=True, confidence=True, from_anchor=False, n_out=250),
-        ("llama-cpp",),
-    ),
-    "glm": (of_mtp("glm"), ("llama-cpp",)),
-}
-OURS = {
-    "chained": (chained, ("llama-cpp", "reference")),
-    "early exit": (early_exit, ("llama-cpp", "reference")),
+HEADS: dict[str, Make] = {
+    "eagle3 with a token map": eagle3(n_out=200),
+    "dflash with a token map": dflash(n_out=250, block_size=16),
+    "dspark behind the anchor": dflash(markov=True, confidence=True, from_anchor=False, n_out=250),
+    "glm": lambda tiny, folder: (write_mtp("glm", folder), "mtp"),
+    "chained": chained,
+    "early exit": lambda tiny, folder: (tiny.pair.target, "early-exit:1"),
 }
 
 
-Heads = tuple[Made, str]
+def hand_out_best(patch: pytest.MonkeyPatch, besides: Context | None = None) -> None:
+    """Contexts of the reference engine hand out exactly what is asked for, but for one."""
 
+    def decode_best(self: Any, tokens: Any, n_best: int, logits: Any, rows: Any) -> Forward:
+        whole = self._decode(tokens, logits) if rows is None else self._decode_floats(rows, tokens, logits)
+        return cut(whole, n_best)
 
-def on_engines(kinds: Mapping[str, tuple[Any, tuple[str, ...]]]) -> list[Any]:
-    return [
-        pytest.param((make, engine), id=f"{name} on {engine}")
-        for name, (make, engines) in kinds.items()
-        for engine in engines
-    ]
+    finds_best = property(lambda self: self is not besides, lambda self, value: None)
+    patch.setattr(ReferenceContext, "finds_best", finds_best, raising=False)
+    patch.setattr(ReferenceContext, "_decode_best", decode_best)
 
 
 @pytest.fixture
-def heads(request: pytest.FixtureRequest, tiny: TinyFiles, tmp_path: Path) -> Heads:
-    make, engine = request.param
-    open_backend(engine)
-    return make(tiny, tmp_path), engine
+def cut_in(monkeypatch: pytest.MonkeyPatch) -> list[Context]:
+    """The contexts of passes whose rows were cut, as they come."""
+    found, feed = list[Context](), Context._feed
+
+    def watched(self: Context, *arguments: Any) -> Forward:
+        forward = feed(self, *arguments)
+        found.extend([self] * (forward.ids is not None))
+        return forward
+
+    monkeypatch.setattr(Context, "_feed", watched)
+    return found
 
 
-def drafts(llm: LLM, params: SamplingParams) -> list[list[int]]:
-    return [[token.id for token in each.draft] for each in llm.rounds(PROMPTS[0], params)]
-
-
-def open_llm(path: Path, draft: Any, engine: str) -> LLM:
-    defaults: dict[str, Any] = {"n_ctx": 256, "idle": False, "draft_length": 4, "remember": False, "n_threads": 1}
-    return LLM(path, draft, backend=engine, **defaults)
-
-
-@pytest.mark.parametrize("heads", [*on_engines(PUBLISHED), *on_engines(OURS)], indirect=True)
-def test_it_drafts_what_it_drafts_of_whole_rows(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [*((name, "llama-cpp") for name in HEADS), ("chained", "reference"), ("early exit", "reference")],
+)
+def test_it_drafts_what_it_drafts_of_whole_rows(
+    tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_in: list[Context], name: str, engine: str
+) -> None:
     """Token by token; what asks for more is given whole rows. The reference engine hands out exactly what is asked for,
     to the bit, but for its target. On llama.cpp the largest do not do in every third pass, which is then repeated."""
-    (path, draft), engine = heads
-    is_exact, n_passes = engine == "reference", count()
-    found: list[dict[str, Any]] = []
-    if not is_exact:
-        seldom = lambda *given: by_token(*given) if next(n_passes) % 3 else None  # noqa: E731
-        monkeypatch.setattr("localspec.backends.llama.passes.by_token", seldom)
+    open_backend(engine)
+    path, draft = HEADS[name](tiny, tmp_path)
+    n_passes, found = count(), list[dict[str, Any]]()
+    options: dict[str, Any] = {"n_ctx": 256, "idle": False, "draft_length": 4, "remember": False, "n_threads": 1}
+    seldom = lambda *given: by_token(*given) if next(n_passes) % 3 else None  # noqa: E731
+    monkeypatch.setattr("localspec.backends.llama.passes.by_token", seldom)
     for finds_best in (False, True):
-        cut: list[Any] = [] if is_exact else force_best(monkeypatch, finds_best)
-        with open_llm(path, draft, engine) as llm:
+        for kind in (LlamaModel, LlamaHeadModel):
+            monkeypatch.setattr(kind, "finds_best", finds_best)
+        with LLM(path, draft, backend=engine, **options) as llm:
             target = llm.run(lambda pair: pair.context)
-            if is_exact and finds_best:
-                cut = hand_out_best(monkeypatch, ReferenceContext, target)
+            if engine == "reference" and finds_best:
+                hand_out_best(monkeypatch, target)
             found.append({})
-            for name in (*SETTINGS, "all"):
-                cut.clear()
-                drafted = drafts(llm, (SETTINGS | WHOLE)[name])
-                if name != "without a seed":
-                    found[-1][name] = drafted
-                assert not cut or (finds_best and name in SETTINGS), name
-                assert any(each is not target for each in cut) == (finds_best and name in SETTINGS), name
+            for setting in (*SETTINGS, "all"):
+                cut_in.clear()
+                params = (SETTINGS | WHOLE)[setting]
+                drafted = [round_.draft.ids for round_ in llm.rounds(PROMPTS[0], params)]
+                if setting != "without a seed":
+                    found[-1][setting] = drafted
+                assert any(each is not target for each in cut_in) == (finds_best and setting in SETTINGS), setting
+                assert not cut_in or (finds_best and setting in SETTINGS), setting
     assert found[0] == found[1]
     assert all(sum(map(len, rounds)) > 10 for rounds in found[0].values())
 
 
-def test_who_needs_more_than_the_largest_is_given_whole_rows(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_needs_more_than_the_largest_is_given_whole_rows(
+    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, cut_in: list[Context]
+) -> None:
     """Of the target too, and of a draft model."""
     drafts = ["ngram", tiny.quick.draft]
     with LLM(tiny.quick.target, draft=drafts, backend="reference", n_ctx=512, draft_length=2) as llm:
-        n_rows = hand_out_best(monkeypatch, ReferenceContext)
+        hand_out_best(monkeypatch)
         for params in (*WHOLE.values(), replace(SETTINGS["top-k"], logit_bias={7: 1.0})):
             for prompt in PROMPTS:
                 llm.generate(prompt, params)
         llm.generate("one", GREEDY, speculate=False, logprobs=2)
-        assert not n_rows
+        assert not cut_in
         llm.generate("one", GREEDY)
-        assert n_rows
+        assert cut_in

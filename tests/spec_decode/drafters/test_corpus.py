@@ -38,10 +38,11 @@ class Corpus:
         self.root, self.home = root / "text", root / "home"
         self.root.mkdir()
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, content: str | bytes) -> None:
         path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         before = path.stat().st_mtime_ns if path.exists() else 0
-        path.write_text(text, newline="")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
         if path.stat().st_mtime_ns == before:  # a coarse clock
             os.utime(path, ns=(before + 10**9, before + 10**9))
 
@@ -131,22 +132,20 @@ def test_a_sample_of_many_places_stands_for_all(corpus: Corpus) -> None:
 def test_only_what_changed_is_read_again(corpus: Corpus) -> None:
     for i in range(20):
         corpus.write(f"{i}.txt", f"number {i} is here. " * 20)
-    index = corpus.open()
-    survey = exhaust(index.survey())
-    assert (survey.n_files, survey.n_new, index.is_current) == (20, 20, False)
+    corpus.write("picture.png", b"\x89PNG\0\0")  # one that has no text is not looked into again either
+    survey = exhaust(corpus.open().survey())
+    assert (survey.n_files, survey.n_new) == (21, 21)
     corpus.index()
     read: list[str] = []
     index = corpus.open()
     text = index.source.text
     index.source.text = lambda name: read.append(name) or text(name)  # type: ignore[method-assign,func-returns-value]
-    assert exhaust(index.survey()) == Survey(20, survey.n_bytes, 0, 0)
-    assert index.is_current
+    assert exhaust(index.survey()) == Survey(21, survey.n_bytes, 0, 0)
     assert following(index, "number 7").startswith(" is here")
     corpus.write("7.txt", "number 7 was there")
     (corpus.root / "8.txt").unlink()
     corpus.write("new.txt", "something new")
     assert exhaust(index.survey()).n_new == 2
-    assert not index.is_current
     exhaust(index.update())
     assert sorted(read) == ["7.txt", "new.txt"]
     for each in (index, corpus.open()):
@@ -193,13 +192,13 @@ def test_what_is_broken_off_goes_on(corpus: Corpus, monkeypatch: pytest.MonkeyPa
         steps.close()
         assert not [path for path in corpus.home.rglob("*") if path.suffix == ".tmp"]
         again = corpus.open()
-        exhaust(again.survey())
+        n_new = exhaust(again.survey()).n_new
         assert again.n_tokens in range(0, 8 * 64 + 1, 64)
         if n < n_steps:
             break
     else:
         raise AssertionError("it never came to its end")
-    assert again.is_current
+    assert n_new == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "magic", "empty"])
@@ -207,6 +206,8 @@ def test_a_damaged_index_is_built_anew(corpus: Corpus, damage: str) -> None:
     corpus.write("a.txt", "the cat sat on the mat. " * 30)
     corpus.index()
     (path,) = corpus.files
+    if os.name == "posix":  # it is readable by this user alone
+        assert (path.stat().st_mode | path.parent.stat().st_mode) & 0o077 == 0
     content = path.read_bytes()
     path.write_bytes(
         {
@@ -243,6 +244,7 @@ def test_a_file_without_text_is_indexed(tmp_path: Path) -> None:
     index = CorpusIndex(PathSource(path), tmp_path / "home", "vocabulary", tokens_of)
     exhaust(index.update())
     assert exhaust(index.survey()).n_new == 0
+    assert (index.n_tokens, index.match([1, 2]).length) == (0, 0)
 
 
 def test_two_processes_do_not_build_at_once(corpus: Corpus) -> None:
@@ -259,13 +261,6 @@ def test_two_processes_do_not_build_at_once(corpus: Corpus) -> None:
     assert following(index, "the cat") == " sat on the mat"  # what the other one built
 
 
-def test_what_has_no_text_is_not_read_twice(corpus: Corpus) -> None:
-    (corpus.root / "picture.png").write_bytes(b"\x89PNG\0\0")
-    index = corpus.index()
-    assert (index.n_tokens, index.match([1, 2]).length) == (0, 0)
-    assert exhaust(corpus.open().survey()).n_new == 0
-
-
 def test_too_much_is_refused_before_anything_is_read(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus.write("a.txt", "too much " * 20)
     monkeypatch.setattr(module, "MOST_BYTES", 100)
@@ -275,14 +270,6 @@ def test_too_much_is_refused_before_anything_is_read(corpus: Corpus, monkeypatch
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
     with pytest.raises(UsageError, match=r"cannot index .*there is less on the disk"):
         exhaust(corpus.open().update())
-
-
-def test_an_index_is_readable_by_this_user_alone(corpus: Corpus) -> None:
-    corpus.write("a.txt", "private text")
-    corpus.index()
-    if os.name == "posix":
-        assert corpus.files[0].stat().st_mode & 0o077 == 0
-        assert corpus.files[0].parent.stat().st_mode & 0o077 == 0
 
 
 ANYTHING = Proposer(SamplingParams(), Noise(0))
@@ -348,21 +335,21 @@ def test_the_surer_of_corpus_and_ngrams_goes_first(corpus: Corpus, surer: str) -
         assert draft.ids == tokens_of(" A" if surer == "corpus" else " N")
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LOCALSPEC_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def test_files_are_read_while_nobody_waits(
-    tiny: TinyFiles, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_read_while_nobody_waits(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters that cannot be loaded keep no file of those in use from being read."""
     monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: False)
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "a.txt").write_text("some words that are there from the start")
-    with LLM(tiny.quick.target, f"corpus:{folder}", draft_length=4, backend="reference", n_ctx=256) as llm:
+
+    def change(pair: Pair) -> None:
+        pair.set_draft([f"corpus:{folder}"], lambda what, fraction: None)
+        with pytest.raises(LocalspecError):
+            pair.set_draft([str(tmp_path / "missing.gguf")], lambda what, fraction: None)
+
+    with LLM(tiny.quick.target, None, draft_length=4, backend="reference", n_ctx=256) as llm:
+        llm.run(change)
         assert any("1 files" in line and "while nobody waits" in line for line in llm.warnings)
         assert llm.wait_idle(60)
         index = llm.run(lambda pair: pair.state.free[0].index)  # type: ignore[attr-defined]
@@ -377,26 +364,10 @@ def test_files_are_read_while_nobody_waits(
         assert index.n_tokens > n_before
 
 
-def test_drafters_that_cannot_be_loaded_keep_no_file_of_those_in_use_from_being_read(
-    tiny: TinyFiles, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+def test_saved_chats_and_conversations_of_the_page_are_a_corpus_if_one_says_so(
+    tiny: TinyFiles, measured_home: Path
 ) -> None:
-    monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: False)
-    (tmp_path / "a.txt").write_text("some words")
-
-    def change(pair: Pair) -> None:
-        pair.set_draft([f"corpus:{tmp_path / 'a.txt'}"], lambda what, fraction: None)
-        with pytest.raises(LocalspecError):
-            pair.set_draft([str(tmp_path / "missing.gguf")], lambda what, fraction: None)
-
-    with LLM(tiny.quick.target, None, backend="reference", n_ctx=64) as llm:
-        llm.run(change)
-        assert llm.wait_idle(60)
-        assert llm.run(lambda pair: pair.state.free[0].index.n_tokens) > 0  # type: ignore[attr-defined]
-
-
-def test_saved_chats_and_conversations_of_the_page_are_a_corpus_if_one_says_so(tiny: TinyFiles, home: Path) -> None:
-    options = {"draft_length": 4, "backend": "reference", "n_ctx": 512, "idle": False}
-    home.mkdir(exist_ok=True)
+    options, home = {"draft_length": 4, "backend": "reference", "n_ctx": 512, "idle": False}, measured_home
     with LLM(tiny.quick.target, None, **options) as llm:
         saved, page = llm.session(params=ENDLESS), llm.session(params=ENDLESS)
         answers = [saved.chat("la la la"), page.chat("the quick")]
@@ -417,7 +388,7 @@ def test_saved_chats_and_conversations_of_the_page_are_a_corpus_if_one_says_so(t
             assert reply.stats["by_source"]["corpus"]["num_accepted_tokens"] > 0
 
 
-def test_what_makes_no_sense_is_refused(tiny: TinyFiles, tmp_path: Path, home: Path) -> None:
+def test_what_makes_no_sense_is_refused(tiny: TinyFiles, tmp_path: Path) -> None:
     with LLM(tiny.quick.target, "ngram", backend="reference", n_ctx=64, idle=False) as llm:
         for wrong, why in (
             ("corpus", "takes a file or a folder"),
@@ -440,13 +411,6 @@ def test_what_makes_no_sense_is_refused(tiny: TinyFiles, tmp_path: Path, home: P
 # Which files of a folder are text that may be read.
 
 
-def write(root: Path, files: dict[str, str | bytes]) -> None:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
 def readable(path: Path) -> dict[str, str]:
     """Name -> text of what a corpus of a path is made of."""
     source = PathSource(path)
@@ -454,79 +418,54 @@ def readable(path: Path) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def test_the_text_of_a_folder(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "a.py": "a = 1\n",
-            "deep/er/b.txt": "Grüße\n",
-            "bom.txt": b"\xef\xbb\xbftext",
-            "latin.txt": b"Gr\xfc\xdfe",
-            "picture.png": b"\x89PNG\0\0",
-            "late.bin": b"x" * 10_000 + b"\0",
-            "empty": "",
-            ".env": "SECRET=1",
-            ".git/config": "[core]",
-        },
-    )
-    (tmp_path / "large.log").write_bytes(b"")
-    os.truncate(tmp_path / "large.log", MOST_FILE_BYTES + 1)
-    assert readable(tmp_path) == {"a.py": "a = 1\n", "deep/er/b.txt": "Grüße\n", "bom.txt": "text"}
-    assert readable(tmp_path / "a.py") == {"a.py": "a = 1\n"}
+def test_the_text_of_a_folder(corpus: Corpus) -> None:
+    """Nothing hidden, large or binary; a pipe is not waited for."""
+    root = corpus.root
+    corpus.write("a.py", "a = 1\n")
+    corpus.write("deep/er/b.txt", "Grüße\n")
+    corpus.write("bom.txt", b"\xef\xbb\xbftext")
+    corpus.write("latin.txt", b"Gr\xfc\xdfe")
+    corpus.write("picture.png", b"\x89PNG\0\0")
+    corpus.write("late.bin", b"x" * 10_000 + b"\0")
+    for name in ("empty", ".env", ".git/config", "large.log"):
+        corpus.write(name, "SECRET=1" * name.startswith("."))
+    os.truncate(root / "large.log", MOST_FILE_BYTES + 1)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(root / "pipe.txt")
+        assert PathSource(root).text("pipe.txt") is None
+    assert readable(root) == {"a.py": "a = 1\n", "deep/er/b.txt": "Grüße\n", "bom.txt": "text"}
+    assert readable(root / "a.py") == {"a.py": "a = 1\n"}
+    source = PathSource(root)
+    root.rename(root.with_name("gone"))
+    with pytest.raises(OSError):  # noqa: PT011 - of whatever kind: one that vanishes is not empty
+        exhaust(source.files())
 
 
-def test_what_git_ignores_is_not_read(tmp_path: Path) -> None:
+def test_what_git_ignores_is_not_read(corpus: Corpus) -> None:
     """Rules of the folder, of those within, of the repository around it and its own; the innermost decides."""
-    write(
-        tmp_path,
-        {
-            ".git/info/exclude": "private.txt\n",
-            ".gitignore": "*.log\nbuild/\n!\n[\n/src/secret.txt\n",
-            "x.log": "no",
-            "src/.gitignore": "!keep.log\n*.tmp\n",
-            "src/keep.log": "yes",
-            "src/other.log": "no",
-            "src/a.tmp": "no",
-            "src/secret.txt": "no",
-            "src/private.txt": "no",
-            "src/build/out.txt": "no",
-            "src/build.txt": "yes",
-            "src/deep/secret.txt": "yes",
-        },
-    )
+    corpus.write(".git/info/exclude", "private.txt\n")
+    corpus.write(".gitignore", "*.log\nbuild/\n!\n[\n/src/secret.txt\n")
+    corpus.write("src/.gitignore", "!keep.log\n*.tmp\n")
     wanted = {"keep.log", "build.txt", "deep/secret.txt"}
-    assert set(readable(tmp_path / "src")) == wanted
-    assert set(readable(tmp_path)) == {f"src/{name}" for name in wanted}
+    for name in (*wanted, "../x.log", "other.log", "a.tmp", "secret.txt", "private.txt", "build/out.txt"):
+        corpus.write(f"src/{name}", "text")
+    assert set(readable(corpus.root / "src")) == wanted
+    assert set(readable(corpus.root)) == {f"src/{name}" for name in wanted}
 
 
-def test_no_link_is_followed(tmp_path: Path) -> None:
-    write(tmp_path, {"outside/secret.txt": "no", "in/a.txt": "yes"})
+def test_no_link_is_followed(corpus: Corpus) -> None:
+    root, secret, alias = corpus.root, corpus.root.parent / "outside" / "secret.txt", corpus.root.with_name("alias")
+    corpus.write("../outside/secret.txt", "no")
+    corpus.write("a.txt", "yes")
     try:
-        (tmp_path / "in" / "link.txt").symlink_to(tmp_path / "outside" / "secret.txt")
-        (tmp_path / "in" / "folder").symlink_to(tmp_path / "outside")
-        (tmp_path / "alias").symlink_to(tmp_path / "in")
+        (root / "link.txt").symlink_to(secret)
+        (root / "folder").symlink_to(secret.parent)
+        alias.symlink_to(root)
     except OSError:
         pytest.skip("no links here")
-    assert readable(tmp_path / "in") == {"a.txt": "yes"}
-    assert readable(tmp_path / "alias") == {"a.txt": "yes"}  # the folder that is named may be a link
-    source = PathSource(tmp_path / "in")
-    (tmp_path / "in" / "a.txt").unlink()
-    (tmp_path / "in" / "a.txt").symlink_to(tmp_path / "outside" / "secret.txt")
+    assert readable(root) == readable(alias) == {"a.txt": "yes"}  # the folder that is named may be a link
+    source = PathSource(root)
+    (root / "a.txt").unlink()
+    (root / "a.txt").symlink_to(secret)
     if hasattr(os, "O_NOFOLLOW"):
         assert source.text("a.txt") is None  # it was a file when it was found
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    write(tmp_path, {"a.txt": "yes"})
-    os.mkfifo(tmp_path / "pipe.txt")
-    assert readable(tmp_path) == {"a.txt": "yes"}
-    assert PathSource(tmp_path).text("pipe.txt") is None
-
-
-def test_a_folder_that_vanishes_is_not_empty(tmp_path: Path) -> None:
-    write(tmp_path, {"in/a.txt": "yes"})
-    source = PathSource(tmp_path / "in")
-    (tmp_path / "in").rename(tmp_path / "gone")
-    with pytest.raises(OSError):  # noqa: PT011 - of whatever kind
-        exhaust(source.files())

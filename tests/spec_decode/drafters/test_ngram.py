@@ -6,12 +6,14 @@ import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localspec.sampling.sampling import Noise, SamplingParams
+from localspec.spec_decode.drafters import ngram
 from localspec.spec_decode.drafters.base import Plan, Proposer
 from localspec.spec_decode.drafters.ngram import MAX_WALK, NgramDrafter, SuffixAutomaton
 from localspec.spec_decode.rounds import DraftToken
@@ -47,6 +49,10 @@ def automaton_of(tokens: Sequence[int]) -> SuffixAutomaton:
 
 def state_of(automaton: SuffixAutomaton) -> dict[str, Any]:
     return {name: value for name, value in vars(automaton).items() if name != "_log"}
+
+
+def n_states(automaton: SuffixAutomaton) -> int:
+    return len(state_of(automaton)["_link"])
 
 
 def occurs(part: Sequence[int], whole: Sequence[int]) -> int:
@@ -110,11 +116,11 @@ class TestSuffixAutomaton:
 
     def test_repetition_costs_no_more_than_the_walk_allows_and_a_token_two_states(self) -> None:
         automaton = automaton_of([7] * 1000)
-        assert automaton.n_states == 1001
+        assert n_states(automaton) == 1001
         assert max(len(changes) for *_, changes in automaton._log) <= 2 * MAX_WALK
         assert automaton.continuation(automaton.match())[0] == 7  # type: ignore[index]
         rng = random.Random(1)
-        assert automaton_of([rng.randrange(2) for _ in range(2000)]).n_states <= 4000
+        assert n_states(automaton_of([rng.randrange(2) for _ in range(2000)])) <= 4000
 
 
 def reading(tokens: Sequence[int], said: Sequence[int] = (), **options: Any) -> NgramDrafter:
@@ -160,21 +166,23 @@ class TestNgramDrafter:
         assert all(guess.source == "ngram" and guess.dist is None for guess in guesses)
         assert [guess.expected for guess in guesses] == [guess.prob / 2 for guess in guesses]
 
-    @given(TOKENS, st.lists(st.tuples(st.integers(0, 40), TOKENS), max_size=4))
-    def test_an_edited_conversation_is_as_a_new_one(self, first: list[int], edits: list[tuple[int, list[int]]]) -> None:
-        drafter, tokens = reading(first), first
-        for keep, added in edits:
-            tokens = tokens[:keep] + added
-            drafter.begin(tokens)
-            for after in ([], [1], [1, 0], [0, 2]):
-                assert drafted(drafter, tokens + after, 9) == drafted(reading(tokens), tokens + after, 9)
-            drafter.accept([1, 0])
-            tokens = [*tokens, 1, 0]
+    @given(TOKENS, st.lists(st.tuples(st.integers(0, 40), TOKENS), max_size=4), st.sampled_from([4, ngram.UNDO_DEPTH]))
+    def test_an_edited_conversation_is_as_a_new_one(
+        self, first: list[int], edits: list[tuple[int, list[int]]], depth: int
+    ) -> None:
+        """Also where the edit is older than what can be undone."""
+        with patch.object(ngram, "UNDO_DEPTH", depth):
+            drafter, tokens = reading(first), first
+            for keep, added in edits:
+                tokens = tokens[:keep] + added
+                drafter.begin(tokens)
+                for after in ([], [1], [1, 0], [0, 2]):
+                    assert drafted(drafter, tokens + after, 9) == drafted(reading(tokens), tokens + after, 9)
+                drafter.accept([1, 0])
+                tokens = [*tokens, 1, 0]
 
     def test_a_second_turn_reads_only_what_is_new(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        drafter = NgramDrafter()
-        drafter.begin([1, 2, 3, 4])
-        drafter.accept([5, 6])
+        drafter = reading([1, 2, 3, 4], [5, 6])
         pushed: list[int] = []
         push = SuffixAutomaton.push
         monkeypatch.setattr(SuffixAutomaton, "push", lambda self, token: (pushed.append(token), push(self, token)))
@@ -182,13 +190,6 @@ class TestNgramDrafter:
         assert pushed == [7]
         drafter.begin([1, 2, 3, 4, 5, 8])
         assert pushed == [7, 8]
-
-    def test_an_edit_older_than_the_log_rebuilds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("localspec.spec_decode.drafters.ngram.UNDO_DEPTH", 4)
-        drafter = NgramDrafter()
-        drafter.begin(list(range(20)))
-        drafter.begin([*range(12), 0])
-        assert drafted(drafter, [*range(12), 0], 3) == [1, 2, 3]
 
     def test_estimates_follow_what_turned_out(self) -> None:
         """Over text whose copies are right p of the time, the mean estimate comes near p, from either side.

@@ -25,6 +25,7 @@ from localspec.controllers.auto import AutoController
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
 from localspec.sampling.sampling import Noise
+from localspec.spec_decode.drafters import other_vocabulary as module
 from localspec.spec_decode.drafters.base import Plan, Proposer
 from localspec.spec_decode.drafters.carried_text import CarriedText, Side
 from tests.support.gguf_vocabs import TinyVocab, bpe_vocab, spm_vocab
@@ -151,6 +152,24 @@ def test_a_token_that_another_step_may_change_is_weighed_before_that_step(pair: 
             assert plan.held == [None, token.prob]
 
 
+def test_what_cannot_be_carried_over_is_given_up_soon(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows half a character, and what is no text, though the plan allows steps without end."""
+    with open_llm(pair) as llm:
+        (drafter,), text = llm.inspect().state.drafters, llm.tokenize("the 🎉")
+        context, proposer = drafter.context, Proposer(GREEDY, Noise(0))
+        vocab = context.model.vocab
+        no_text = next(i for i in range(vocab.n_tokens) if vocab.token_bytes(i) == b"\xff")
+        mark = next(i for i in vocab.marks if i not in vocab.eog)
+        for said, n, most, n_drafted in (
+            (no_text, len(text) - 1, 0, 0),
+            (no_text, len(text), len(text) + 4, 0),
+            (mark, len(text), len(text) + 1, 1),  # what is said behind one is not known any more
+        ):
+            monkeypatch.setattr(module, "best_and_certainty", lambda row, said=said: (said, 1.0))
+            assert len(drafter.draft(text[:n], Plan(8), proposer)) == n_drafted
+            assert context.n_past <= most
+
+
 def test_what_is_expected_of_it_is_measured_apart_and_it_never_samples(pair: Pair, near_pair: Pair) -> None:
     free = SamplingParams(temperature=0.8)
     for files, as_text in ((pair, True), (near_pair, False)):
@@ -242,28 +261,10 @@ def test_what_the_draft_says_comes_back_as_it_is(one: str, other: str, text: str
         assert n == 1 or ends[n - 2] < at
 
 
-def test_half_a_character_waits_for_its_other_half() -> None:
-    target, draft, whole = side("bpe"), side("spm"), "é🎉".encode()
-    tokens = target.tokens_of(whole) or []
-    n = next(n for n in range(1, len(tokens)) if bytes_of(target, tokens[:n]) != "é".encode())
-    carried = CarriedText(target, draft)
-    carried.follow(tokens[:n])
-    assert carried.pending
-    rest = whole[len(bytes_of(target, tokens[:n])) :]
-    back = carried.continuation(draft.tokens_of("🎉".encode() if n > 1 else "é".encode()) or [])
-    assert rest.startswith(bytes_of(target, [token for token, _ in back]))
-    assert carried.continuation(draft.tokens_of(b" the the") or []) == []  # which cannot follow half a character
-
-
-def mark(side: Side, name: str) -> int:
-    return next(i for i in side.vocab.marks if side.vocab.token_text(i) == name)
-
-
 def test_special_tokens_are_carried_over_by_name_and_meaning() -> None:
     target, draft = side("bpe"), side("spm")
-    start, end, its_start, its_end = (
-        mark(each, f"<|im_{name}|>") for each in (target, draft) for name in ("start", "end")
-    )
+    marks = ({each.vocab.token_text(i): i for i in each.vocab.marks} for each in (target, draft))
+    start, end, its_start, its_end = (of[f"<|im_{name}|>"] for of in marks for name in ("start", "end"))
     text = target.tokens_of(b" the") or []
     carried = CarriedText(target, draft)
     ids = without_bos(draft, carried.follow([start, *text, end, *text]))
