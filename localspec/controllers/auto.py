@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Set
 from functools import partial
-from types import MappingProxyType
 
 from localspec.controllers.acceptance import START, Acceptance, SourceAcceptance, leads_to
 from localspec.controllers.cost_model import Costs, PassCost, row_ms
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import NEVER, Stopping
 from localspec.sampling.sampling import Row, SamplingParams, top_probability
-from localspec.spec_decode.drafters.base import Branching, Controller, Plan
+from localspec.spec_decode.drafters.base import NO_SHARES, Branching, Controller, Plan, Shares
 from localspec.spec_decode.drafters.names import kind_of, shown
 from localspec.spec_decode.rounds import Draft, Round
 
@@ -363,7 +362,7 @@ class AutoController(Controller):
         predicted: bool = False,
         one_pass: Set[str] = frozenset(),
         rows_of_draft: Set[str] = frozenset(),
-        passes: Mapping[str, float] = MappingProxyType({}),
+        passes: Shares = NO_SHARES,
         params: SamplingParams | None = None,
     ) -> None:
         self.costs = Costs(times, draft_times, one_pass, rows_of_draft, passes)
@@ -392,14 +391,7 @@ class AutoController(Controller):
     def may_use(self, source: str) -> bool:
         return source not in self.stopping.unprofitable
 
-    def plan(
-        self,
-        room: int,
-        n_past: int,
-        *,
-        hidden: Mapping[str, float] = MappingProxyType({}),
-        lost: Set[str] = frozenset(),
-    ) -> Plan:
+    def plan(self, room: int, n_past: int, *, hidden: Shares = NO_SHARES, lost: Set[str] = frozenset()) -> Plan:
         if not self._n_rounds:
             self._begin()
         self.costs.hidden = hidden

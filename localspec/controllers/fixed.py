@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from types import MappingProxyType
+from collections.abc import Sequence, Set
 
 from localspec.controllers.cost_model import PassCost
 from localspec.errors import UsageError, shown
-from localspec.spec_decode.drafters.base import Controller, Drafter, Plan
+from localspec.spec_decode.drafters.base import NO_SHARES, Controller, Drafter, Plan, Shares
 from localspec.spec_decode.rounds import Round
 
 MAX_FIXED_DRAFT = 64
@@ -34,14 +33,7 @@ class FixedController(Controller):
     def may_use(self, source: str) -> bool:
         return self.length > 0
 
-    def plan(
-        self,
-        room: int,
-        n_past: int,
-        *,
-        hidden: Mapping[str, float] = MappingProxyType({}),
-        lost: Set[str] = frozenset(),
-    ) -> Plan:
+    def plan(self, room: int, n_past: int, *, hidden: Shares = NO_SHARES, lost: Set[str] = frozenset()) -> Plan:
         length = min(room, self.length)
         return Plan(length, () if lost else self.copying, min(room - length, self._n_branches))
 

@@ -102,7 +102,7 @@ class SpeculativeDecoder:
         # Of the round under way: what its pass verifies, if it does; else the tokens that close a thinking block.
         self._verified: Draft | None = None
         self._forced: Sequence[int] = ()
-        self._started = self._drafted = 0.0
+        self._started = self._drafted = self._s_begin = 0.0
 
     # -- one answer alone --------------------------------------------------------------------------------------------
 
@@ -207,10 +207,12 @@ class SpeculativeDecoder:
         draft_ends = self._end_tokens if text.thinking is None else self._end_tokens | text.thinking.draft_ends
         proposer = Proposer(params, self._noise, constraint, target.model.n_vocab)
         self._group = DrafterGroup(self.drafters, proposer, draft_ends, self._lost)
+        began = time.perf_counter()
         for drafter in self.drafters:
             drafter.begin(self.tokens, prediction=prediction, target=target)
         if self._ahead is not None:
             self._ahead.begin(self._group)
+        self._s_begin = time.perf_counter() - began
 
     def propose(self) -> TargetPass:
         """What the next pass is over: a chunk of the prompt, or the last settled token and the draft, whose token i is
@@ -224,9 +226,11 @@ class SpeculativeDecoder:
             return TargetPass(self.unread[:n], "last" if late_taps and not n_after else "none", n_after=n_after)
         thinking, last = self._text.thinking, self.tokens[-1]
         self._forced = [] if thinking is None else thinking.forced[: self.budget]
-        self._started, self._verified = time.perf_counter(), None
+        # What the drafters did before the first round is a part of it: plain decoding does without.
+        self._started, self._verified = time.perf_counter() - self._s_begin, None
+        self._s_begin = 0.0
         if self._forced:
-            self._drafted = self._started
+            self._drafted = time.perf_counter()
             return TargetPass([last, *self._forced[:-1]])
         target, ahead, room = self.target, self._ahead, self.budget - 1
         n_past, hidden = target.n_past, {} if ahead is None else ahead.hidden
