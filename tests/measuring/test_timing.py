@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from localspec.errors import UsageError
 from localspec.measuring import statistics as intervals
 from localspec.measuring import subject
 from localspec.measuring.statistics import estimate, estimate_quotient
-from localspec.measuring.subject import PLAIN, Arm, Block, Clock, blocks, is_tight, parse_arm, take_turns, turns
+from localspec.measuring.subject import PLAIN, Arm, Block, Clock, blocks, is_tight, parse_arm, places, take_turns
 from localspec.prompts.questions import Question, in_turns
 
 
@@ -48,8 +50,9 @@ def test_an_arm_s_drafters_are_those_it_names_or_all_and_it_says_which_it_lacks(
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_arm_is_in_every_place_equally_often(n: int) -> None:
-    question = Question("q", "c", ("x",))
-    order = [turns(n, Block(repeat, index, question, True)) for repeat in range(2) for index in range(4 * n)]
+    asked = [Block(repeat, index, Question("q", "c", ("x",)), True) for repeat in range(2) for index in range(4 * n)]
+    subject: Any = SimpleNamespace(arms=range(n))
+    order = [[arm for _, _, arm in places([subject], block)] for block in asked]
     for place in range(n):
         assert set(Counter(each[place] for each in order).values()) == {8}
     # And each pair of arms as often in one order as in the other: what drifts cancels.

@@ -62,14 +62,6 @@ def test_a_recording_is_read_whole() -> None:
         assert mine["ms"] == [theirs["ms_draft"], theirs["ms_verify"], theirs["ms_other"]]
 
 
-def test_a_draft_says_what_each_token_comes_after() -> None:
-    tree = [guess("a", True) | {"parent": -1}, guess("b", False) | {"parent": 0}, guess("c", True) | {"parent": 0}]
-    tokens = [emitted("a", "accepted", "model"), emitted("c", "accepted", "model"), emitted("d", "bonus")]
-    for draft, parents in ((tree, [-1, 0, 0]), ([guess("a", True), guess("b", False)], [None, None])):
-        (answer,) = read(events(a_round(*tokens, draft=draft))).answers
-        assert [token.get("parent") for token in answer.rounds[0]["draft"]] == parents
-
-
 def test_figures_that_the_file_lacks_are_counted_from_its_rounds() -> None:
     whole = read(EVENTS.read_bytes()).answers[0].stats
     counted = read(b"".join(EVENTS.read_bytes().splitlines(keepends=True)[:-1])).answers[0].stats
