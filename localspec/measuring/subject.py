@@ -541,14 +541,11 @@ Place = tuple[int, EngineUnderTest, Arm]  # place in the order of a block, and w
 
 
 def places(subjects: Sequence[EngineUnderTest], block: Block) -> list[Place]:
-    everything = [(subject, arm) for subject in subjects for arm in subject.arms]
-    return [(place, *everything[i]) for place, i in enumerate(turns(len(everything), block))]
-
-
-def turns(n: int, block: Block) -> list[int]:
-    """Order of n arms: shifted from question to question, reversed in every other repeat: drift favours none."""
-    order = [(block.index + i) % n for i in range(n)]
-    return order[::-1] if block.repeat % 2 else order
+    """What answers a block: shifted from question to question, reversed in every other repeat: drift favours none."""
+    order = [(subject, arm) for subject in subjects for arm in subject.arms]
+    at = block.index % len(order)
+    order = order[at:] + order[:at]
+    return [(place, *each) for place, each in enumerate(order[::-1] if block.repeat % 2 else order)]
 
 
 def measure(

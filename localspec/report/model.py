@@ -30,14 +30,6 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """Lines in which every column counts, such as bars of characters."""
-
-    title: str
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     facts: Mapping[str, str]
     title: str = ""
@@ -102,7 +94,7 @@ class Figure:
     wide: bool = False  # as wide as the page
 
 
-Part = Text | Lines | Facts | Findings | KeyFigures | Table | Figure
+Part = Text | Facts | Findings | KeyFigures | Table | Figure
 
 
 @dataclass(frozen=True, slots=True)

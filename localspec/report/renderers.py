@@ -14,7 +14,7 @@ from rich.table import Table as Grid
 from rich.text import Text as Styled
 
 from localspec.errors import LocalspecError, UsageError
-from localspec.report.model import Facts, Figure, Findings, KeyFigures, Lines, Part, Report, Status, Table, Text
+from localspec.report.model import Facts, Figure, Findings, KeyFigures, Part, Report, Status, Table, Text
 from localspec.report.svg import asset, policy, render
 from localspec.system.files import write_atomically
 from localspec.system.terminal import clip, moves_cursor, on_one_line, width
@@ -35,7 +35,7 @@ _STYLES = {"strong": "bold", "muted": "dim", "note": "yellow", "bad": "red"}
 
 _PLAIN = {
     "✓": "ok", "✗": "XX", "·": "-", "→": "->", "×": "x", "…": "...", "−": "-", "–": "-", "±": "+-", "₀": "0",
-    "│": "|", "⁹": "9", "≤": "<=", "≥": ">=",
+    "│": "|", "█": "#", "░": ".", "⁹": "9", "≤": "<=", "≥": ">=",
 }  # fmt: skip
 
 
@@ -46,7 +46,6 @@ class Screen:
         self._file = file or sys.stdout
         terminal = moves_cursor(self._file)
         self._encoding = self._file.encoding or "utf-8"
-        self.unicode = self._shows("▁█")
         self._console = Console(
             file=self._file,
             width=None if self._file.isatty() else PIPED,
@@ -77,9 +76,6 @@ class Screen:
                 pass
             case Text(text, style):
                 self._prose(f"! {text}" if style == "note" else text, style)
-            case Lines():
-                for line in part.lines:
-                    self._console.print(self._text(line.rstrip()), no_wrap=True, overflow="crop", crop=True)
             case Facts(facts):
                 for name, value in facts.items():
                     self._prose(f"{name}: {value}", "muted")
@@ -172,8 +168,6 @@ def markdown(report: Report) -> str:
             case Text(text, style):
                 text = on_one_line(text)
                 sections.append({"strong": f"**{text}**", "note": f"> {text}"}.get(style, text))
-            case Lines():
-                sections.append("\n".join(["```", *map(on_one_line, part.lines), "```"]))
             case Facts(facts):
                 sections.append(_list(f"{name}: {value}" for name, value in facts.items()))
             case KeyFigures(figures):

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from localspec.report.model import Facts, Figure, Finding, Findings, KeyFigure, KeyFigures, Lines, Report, Table, Text
+from localspec.report.model import Facts, Figure, Finding, Findings, KeyFigure, KeyFigures, Report, Table, Text
 from localspec.report.renderers import Screen, html, markdown
 from localspec.report.svg import Axis, Drawing, Point, Scale, Series, asset, chart, ticks
 from localspec.system.terminal import width
@@ -35,7 +35,6 @@ def everything(name: str = "a model") -> Report:
         Figure("", plot, "its neighbour"),
         Figure("", plot, summary="more of it"),
         Findings("Checks", [Finding("fail", name, "does not fit", "take a smaller one"), Finding("ok", "cpu", "fine")]),
-        Lines("Bars", ["▁ █", f"{name}"]),
         Text("how it was measured", "small"),
     ]
     return Report("bench", name, parts)
@@ -49,7 +48,7 @@ def on_screen(report: Report, encoding: str = "utf-8") -> str:
     return raw.getvalue().decode(encoding)
 
 
-SAID = ("a model", "auto is faster", "careful with", "×1.20", "a note", "Checks", "smaller one", "▁ █", "cpu of")
+SAID = ("a model", "auto is faster", "careful with", "×1.20", "a note", "Checks", "smaller one", "cpu of")
 
 
 def test_all_is_in_every_rendering() -> None:

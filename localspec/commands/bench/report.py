@@ -269,10 +269,8 @@ def bench_report(record: Record, results: Results) -> Report:
 def _scope(record: Record, results: Results) -> str:
     settings = record.settings
     questions = len({sample.question for sample in record.samples})
-    repeats, kinds = (
-        max(sample.repeat for sample in record.samples) + 1,
-        len({row.category for row in results.rows}) - 1,
-    )
+    repeats = max(sample.repeat for sample in record.samples) + 1
+    kinds = len({row.category for row in results.rows}) - 1
     given = settings.sampling if settings.sampling.get("temperature") else {}
     return ", ".join(
         [

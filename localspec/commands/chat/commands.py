@@ -41,7 +41,6 @@ from localspec.engine.request import Reply
 from localspec.errors import LocalspecError, UsageError, line_of, nearest
 from localspec.model_files.catalog import Catalog
 from localspec.prompts.thinking import THINK
-from localspec.report.model import Lines
 from localspec.report.model import Table as Grid
 from localspec.report.renderers import Screen
 from localspec.sampling.sampling import CHAT_SETTINGS, SamplingParams
@@ -329,7 +328,7 @@ def _stats(chat: Chat, argument: str) -> None:
     if not answers:
         raise UsageError("there are no figures yet: ask something first")
     screen = Screen(chat.screen.file)
-    for part in stats_parts(answers, unicode=screen.unicode):
+    for part in stats_parts(answers):
         screen.show(part)
 
 
@@ -481,8 +480,8 @@ _PHASES = ("prompt", "draft", "verify", "other")
 Stats = Mapping[str, Any]
 
 
-def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Grid | Lines]:
-    """Parts of a report on answers: a table, and bars by position."""
+def stats_parts(answers: Sequence[Stats]) -> list[Grid]:
+    """Tables of a report on answers: figures, and a bar for each position in a round where something was drafted."""
     everything = SpecStats.total(answers)
     rows: list[tuple[str, Callable[[Stats], str]]] = [
         ("tokens per second", lambda s: f"{s['tokens_per_second']:.1f}"),
@@ -497,21 +496,17 @@ def stats_parts(answers: Sequence[Stats], *, unicode: bool = True) -> list[Grid 
     ]
     last = SpecStats.total(answers[-1:])
     cells = [(name, show(last), show(everything)) for name, show in rows]
-    bars = histogram(everything["drafted_per_position"], everything["accepted_per_position"], unicode=unicode)
-    table = Grid("", ("", "last answer", "conversation"), cells)
-    return [table, Lines("right, by place in a round", bars)] if bars else [table]
+    tables = [Grid("", ("", "last answer", "conversation"), cells)]
+    counts = zip(everything["drafted_per_position"], everything["accepted_per_position"], strict=True)
+    if bars := [_bar(i, drafted, accepted) for i, (drafted, accepted) in enumerate(counts, 1) if drafted]:
+        tables.append(Grid("right, by place in a round", ("", "", "share", "count"), bars, left=2))
+    return tables
 
 
-def histogram(drafted: Sequence[int], accepted: Sequence[int], *, unicode: bool = True) -> list[str]:
-    """A bar per position: accepted of the tokens drafted there."""
-    full, empty = ("█", "░") if unicode else ("#", ".")
-    lines = []
-    for i, (n_drafted, n_accepted) in enumerate(zip(drafted, accepted, strict=True), 1):
-        if n_drafted:
-            filled = round(BAR * n_accepted / n_drafted)
-            bar = full * filled + empty * (BAR - filled)
-            lines.append(f"  guess {i:2d}  {bar}  {n_accepted / n_drafted:4.0%}  {n_accepted}/{n_drafted}")
-    return lines
+def _bar(position: int, drafted: int, accepted: int) -> list[str]:
+    filled = round(BAR * accepted / drafted)
+    bar = "█" * filled + "░" * (BAR - filled)
+    return [f"guess {position}", bar, f"{accepted / drafted:.0%}", f"{accepted}/{drafted}"]
 
 
 def _number(form: str, value: float | None) -> str:

@@ -213,9 +213,11 @@ def _guesses(found: Examination, pair: PairFacts) -> Finding:
 
 def _faster(pair: PairFacts) -> Finding:
     """Measured speed-up of answers."""
-    bench = pair.bench
+    bench, target = pair.bench, pair.target
     if bench is None:
-        return Finding("info", "faster", f"not measured yet; localspec bench {pair.target.name} measures it")
+        entry = Catalog.load().get(target.name)
+        model = target.name if entry is not None and str(entry.path) == target.path else target.path
+        return Finding("info", "faster", f"not measured yet; localspec bench {model} measures it")
     run = f"localspec bench, {bench.day}, {bench.n_questions} questions"
     if not bench.n_guesses:
         return Finding("info", "faster", f"no: nothing was guessed ({run})")

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 from localspec.backends.llama.binding import Place, Placed
-from localspec.backends.llama.ggml import Device
+from localspec.backends.llama.ggml import Device, Ggml
 from localspec.backends.llama.rpc import ask
 from localspec.backends.placement import Share, Target, layout
 from localspec.backends.registry import engine_module
@@ -353,8 +353,6 @@ def spread(target: ExaminedModel, load: LoadOptions, engine: str, n_ctx: int) ->
 def _free(place: Place, engine: str) -> int:
     if not place.handle:
         raise EngineError(f"{engine} does not say how much memory {place.name} has")
-    from localspec.backends.llama.ggml import Ggml
-
     return Ggml().memory(place.handle)[0]
 
 

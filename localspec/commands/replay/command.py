@@ -275,15 +275,9 @@ SCRIPTS = ("timeline", "words", "answer", "round", "strip", "summary", "tip", "p
 
 def replay_page(recording: Recording, name: str) -> str:
     style, scripts = asset("style.css", __package__), [asset(f"{script}.js", __package__) for script in SCRIPTS]
-    values = {
-        "policy": policy([style], scripts),
-        "style": style,
-        # JSON in ASCII that cannot end its element
-        "recording": json.dumps({"name": name, **asdict(recording)}, allow_nan=False, separators=(",", ":")).replace(
-            "<", "\\u003c"
-        ),
-        "scripts": scripts,
-    }
+    text = json.dumps({"name": name, **asdict(recording)}, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # JSON in ASCII that cannot end its element
+    values = {"policy": policy([style], scripts), "style": style, "recording": text, "scripts": scripts}
     return render("page.html", values, __package__)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -265,7 +265,7 @@ def verify_command(
             result = llm.run(lambda pair: audit.run())
     if not result.interrupted:
         with Progress() as progress:
-            _several(options, audited, audit.prompts, result, progress)
+            _several(options, audit, result, progress)
     if as_json:
         print(json.dumps(result.as_dict(), allow_nan=False, default=sorted))
     else:
@@ -277,21 +277,15 @@ def verify_command(
     return INTERRUPTED if result.interrupted else 0
 
 
-def _several(
-    options: RunOptions,
-    audited: AuditOptions,
-    prompts: Sequence[tuple[str, list[int]]],
-    result: AuditResult,
-    progress: Progress,
-) -> None:
+def _several(options: RunOptions, audit: Audit, result: AuditResult, progress: Progress) -> None:
     """Load the pair for several answers at a time, and add what they show to the result."""
     watch = Watch(lambda what, fraction: progress.report(f"{SEQUENCES} answers at a time: {what}", fraction))
     try:
         load = replace(options.load, parallel=SEQUENCES, idle=False, remember=False)
         with on_interrupt(watch.stopped.set), replace(options, load=load).open(progress.report) as llm:
-            lengths = [SAMPLED_LENGTH] if audited.is_quick else [audited.draft_length, LONG]
+            lengths = [SAMPLED_LENGTH] if audit.options.is_quick else [audit.options.draft_length, LONG]
             lengths = lengths if llm.draft_names else [0]
-            figures, defects, ties = audit_several(llm, enough(prompts), audited.n_tokens, lengths, watch)
+            figures, defects, ties = audit_several(llm, enough(audit.prompts), audit.options.n_tokens, lengths, watch)
     except KeyboardInterrupt:
         result.interrupted = True
         return

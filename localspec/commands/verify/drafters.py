@@ -25,23 +25,20 @@ class Recorder(Drafter):
 
     def __init__(self) -> None:
         self.rows: FloatArray = np.empty((0, 0), dtype=np.float32)
-        self._proposer: Proposer | None = None
+        self._drawn: list[tuple[int, Distribution]] = []
 
     def process(self, tokens: Sequence[int], forward: Forward | None) -> None:
         if forward is not None:
             self.rows = forward.logits.copy()
 
     def draft(self, tokens: Sequence[int], plan: Plan, proposer: Proposer) -> list[DraftToken]:
-        if proposer is not self._proposer:
-            self._proposer, proposer.drawn = proposer, []
+        proposer.drawn = self._drawn
         return []
 
     def drawn(self) -> list[tuple[int, Distribution]]:
         """Samples drawn since the last call, with their laws."""
-        if self._proposer is None or self._proposer.drawn is None:
-            return []
-        found = list(self._proposer.drawn)
-        self._proposer.drawn.clear()
+        found = self._drawn.copy()
+        self._drawn.clear()
         return found
 
 

@@ -12,7 +12,6 @@ import pytest
 from localspec import Placement
 from localspec.backends.llama import llama_cpp
 from localspec.backends.llama.binding import Place, Places
-from localspec.backends.placement import Target, layout
 from localspec.commands.doctor import fit
 from localspec.commands.doctor.facts import MachineFacts, machine_findings
 from localspec.commands.doctor.fit import of_path
@@ -38,14 +37,13 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_goes_where_and_does_not_fit(tiny: TinyFiles, cards: None) -> None:
     load = LoadOptions(placement=Placement(tensor_split=(2, 1), cpu_moe=True))
     (cpu, first, second), on_cpu = fit.spread(of_path(tiny.experts), load, "llama-cpp", 256)
-    assert [(row.name, row.status) for row in (cpu, first, second)] == [
-        ("CPU", "info"),
-        ("CUDA0", "ok"),
-        ("CUDA1", "fail"),
-    ]
+    assert [row.name for row in (cpu, first, second)] == ["CPU", "CUDA0", "CUDA1"]
+    assert [row.status for row in (cpu, first, second)] == ["info", "ok", "fail"]
     assert "no layers" in cpu.text  # but experts and input
     assert "layers 0 to 1" in first.text
     assert "--tensor-split" in str(second.advice)
+    by_memory, _ = fit.spread(of_path(tiny.experts), LoadOptions(n_gpu_layers=2), "llama-cpp", 256)
+    assert [row.text.partition(":")[0] for row in by_memory] == ["layer 0", "layers 1 to 2", "no layers"]
     with GGUFFile(tiny.experts) as gguf:
         kept = [each for name, each in gguf.tensors.items() if "exps" in name or name == "token_embd.weight"]
         assert on_cpu == sum(each.n_bytes for each in kept)
@@ -66,17 +64,6 @@ def test_what_is_elsewhere_needs_no_memory_here(tiny: TinyFiles) -> None:
     here, spread = (fit.fit(models, 256, "f16", room, on_cpu) for on_cpu in (None, 0))
     target = here.models[0]
     assert here.ram_needed_bytes - spread.ram_needed_bytes == target.weights_bytes + (target.kv_bytes or 0)
-
-
-def test_layers_follow_free_memory(tiny: TinyFiles, tmp_path: Path) -> None:
-    used = [Target("A", "A", 3 << 30), Target("B", "B", 1 << 30)]
-    with GGUFFile(tiny.spm) as gguf:
-        shares = layout(gguf, Placement(device="A,B"), used, -1, 256, "f16")
-        assert [share.layers for share in shares] == [(), (0, 1, 2), ()]
-        assert [share.layers for share in layout(gguf, Placement(), [], -1, 256, "f16")] == [(0, 1, 2)]
-        shares = layout(gguf, Placement(tensor_split=(0, 1)), used, 2, 256, "f16")
-        assert [share.layers for share in shares] == [(0,), (), (1, 2)]
-        assert shares[0].cache_bytes == shares[2].cache_bytes > 0
 
 
 def test_what_slows_a_machine_is_noted() -> None:

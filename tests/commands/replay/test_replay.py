@@ -62,14 +62,6 @@ def test_a_recording_is_read_whole() -> None:
         assert mine["ms"] == [theirs["ms_draft"], theirs["ms_verify"], theirs["ms_other"]]
 
 
-def test_a_draft_says_what_each_token_comes_after() -> None:
-    tree = [guess("a", True) | {"parent": -1}, guess("b", False) | {"parent": 0}, guess("c", True) | {"parent": 0}]
-    tokens = [emitted("a", "accepted", "model"), emitted("c", "accepted", "model"), emitted("d", "bonus")]
-    for draft, parents in ((tree, [-1, 0, 0]), ([guess("a", True), guess("b", False)], [None, None])):
-        (answer,) = read(events(a_round(*tokens, draft=draft))).answers
-        assert [token.get("parent") for token in answer.rounds[0]["draft"]] == parents
-
-
 def test_figures_that_the_file_lacks_are_counted_from_its_rounds() -> None:
     whole = read(EVENTS.read_bytes()).answers[0].stats
     counted = read(b"".join(EVENTS.read_bytes().splitlines(keepends=True)[:-1])).answers[0].stats
@@ -78,14 +70,14 @@ def test_figures_that_the_file_lacks_are_counted_from_its_rounds() -> None:
     assert {name: counted[name] for name in known} == pytest.approx({name: whole[name] for name in known}, rel=1e-3)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
-def test_a_file_cut_short_opens_as_far_as_it_goes(share: float) -> None:
-    data = EVENTS.read_bytes()
-    data = data[: int(len(data) * share)].rstrip(b"\n}")
-    n_whole = data.count(b"\n")
-    recording = read(data)
-    assert recording.damage == f"it ends in the middle of line {n_whole + 1}"
-    assert (len(recording.answers[0].rounds), recording.answers[0].finish_reason) == (n_whole, None)
+def test_a_file_cut_short_opens_as_far_as_it_goes() -> None:
+    for share in (0.3, 0.5, 0.9):
+        data = EVENTS.read_bytes()
+        data = data[: int(len(data) * share)].rstrip(b"\n}")
+        n_whole = data.count(b"\n")
+        recording = read(data)
+        assert recording.damage == f"it ends in the middle of line {n_whole + 1}"
+        assert (len(recording.answers[0].rounds), recording.answers[0].finish_reason) == (n_whole, None)
 
 
 @pytest.mark.parametrize("bad", [b"\x00\xff\n", b"{}\n", b"null\n", b'{"type": "round"}\n', b'{"type": "round" "}\n'])
@@ -142,12 +134,9 @@ FOREIGN = "neither the output of generate --format events nor a saved chat"
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "it is empty"),
         (b" \n\n", "it is empty"),
         (b"\x7fELF\x02\x01\x01\x00" + bytes(200), FOREIGN),
-        (b"hello\n", FOREIGN),
         (b'{"id": "code-1", "prompt": "Say hello."}\n', FOREIGN),
-        (b'[{"type": "round"}]', FOREIGN),
         (b"null", FOREIGN),
         (b"[" * 200_000, FOREIGN),
         (b"9" * 10_000, FOREIGN),
@@ -157,13 +146,11 @@ FOREIGN = "neither the output of generate --format events nor a saved chat"
         (events(a_round(emitted("a"), ms_verify=1e300)), f"{FOREIGN}: ms_verify: "),
         (events(a_round(emitted("a"), ms_verify=10**400)), f"{FOREIGN}: it has a number of 401 digits"),
         (events(a_round(emitted("a"), ms_verify=-1)), f"{FOREIGN}: ms_verify: "),
-        (events(a_round(emitted("a"), ms_verify="1")), f"{FOREIGN}: ms_verify: "),
         (events(a_round(emitted("a", "guessed"))), "kind of 0 of emitted: "),
         (events(a_round(draft=[guess("a", True) | {"prob": 1.5}])), "prob of 0 of draft: "),
         (events(a_round(draft=[guess("a", True) | {"accepted": 1}])), "accepted of 0 of draft: "),
         (events(a_round(draft=[guess("a", True) | {"parent": 0}])), "draft token 0 comes after 0"),
         (events({"draft": [], "emitted": [5]}), f"{FOREIGN}: 0 of emitted: "),
-        (events({"draft": []}), f"{FOREIGN}: emitted: "),
     ],
 )
 def test_what_is_no_recording_is_refused(data: bytes, reason: str) -> None:
@@ -228,7 +215,7 @@ def test_standard_input_and_output() -> None:
         assert page.stdout.decode() == replay_page(read(EVENTS.read_bytes()), "")
 
 
-def test_errors_are_one_line(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_one_line_and_a_recording_in_part_is_shown(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recorded.parent)
     Path("foreign").write_bytes(b"\x00\x01\x1b[2J")
     for arguments, status, reason in (
@@ -241,14 +228,10 @@ def test_errors_are_one_line(recorded: Path, monkeypatch: pytest.MonkeyPatch) ->
         ([], 2, "FILE"),
     ):
         assert_one_line(localspec("replay", *arguments), status, reason)
-
-
-def test_a_recording_in_part_is_shown_with_a_remark(recorded: Path) -> None:
     recorded.write_bytes(EVENTS.read_bytes()[:3000])
     done = localspec("replay", recorded)
-    assert is_page(Path(done.stdout.decode().strip()).read_bytes())
-    said = f"localspec: {recorded} is shown only in part: it ends in the middle of line"
-    assert (done.returncode, done.stderr.decode().startswith(said)) == (0, True)
+    assert (done.returncode, is_page(Path(done.stdout.decode().strip()).read_bytes())) == (0, True)
+    assert f"{recorded} is shown only in part: it ends in the middle of line" in done.stderr.decode()
 
 
 def test_what_generate_prints_can_be_replayed(tiny: TinyFiles) -> None:

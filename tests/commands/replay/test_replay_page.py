@@ -219,25 +219,22 @@ def test_every_turn_of_a_chat_can_be_picked(tab: Callable[[Path], Tab], tmp_path
     expect(it.page.locator("footer")).to_be_visible()
 
 
-def test_a_recording_in_part_says_so(tab: Callable[[Path], Tab], tmp_path: Path, real: Path) -> None:
-    it = tab(write(tmp_path / "part.html", EVENTS.read_bytes()[:3000]))
-    expect(it.page.locator("#damage")).to_be_visible()
-    expect(it.page.locator("#damage")).to_contain_text("in the middle of line")
-    expect(it.page.locator(".ending")).to_have_text("cut short")
-    expect(tab(real).page.locator("#damage")).to_be_hidden()
-
-
-def test_what_lies_behind_the_end_is_marked(tab: Callable[[Path], Tab], tmp_path: Path) -> None:
+def test_the_end_says_whether_it_is_one_and_what_lies_behind_it_is_marked(
+    tab: Callable[[Path], Tab], tmp_path: Path, it: Tab
+) -> None:
+    part = tab(write(tmp_path / "part.html", EVENTS.read_bytes()[:3000])).page
+    expect(part.locator("#damage")).to_contain_text("in the middle of line")
+    expect(part.locator(".ending")).to_have_text("cut short")
+    expect(it.page.locator("#damage")).to_be_hidden()
     rounds = [
         a_round(emitted("one S", "accepted", "model"), draft=[guess("one S", True), guess("more", True)]),
         a_round(emitted("TOP"), emitted("")),
     ]
-    it = tab(write(tmp_path / "cut.html", events(*rounds, text="one ")))
-    assert it.settled() == "one "
-    assert it.texts("#answer .cut") == ["S", "TOP"]
-    assert it.run("() => getComputedStyle(document.querySelector('.cut')).textDecorationLine") == "line-through"
-    it.press("Home", "ArrowRight")
-    assert it.texts(".fate") == ["✓ accepted", "✓ accepted, behind the end"]
+    cut = tab(write(tmp_path / "cut.html", events(*rounds, text="one ")))
+    assert (cut.settled(), cut.texts("#answer .cut")) == ("one ", ["S", "TOP"])
+    assert cut.run("() => getComputedStyle(document.querySelector('.cut')).textDecorationLine") == "line-through"
+    cut.press("Home", "ArrowRight")
+    assert cut.texts(".fate") == ["✓ accepted", "✓ accepted, behind the end"]
 
 
 def test_keys_walk_through_the_rounds(it: Tab) -> None:
@@ -510,10 +507,6 @@ def test_thousands_of_rounds(tab: Callable[[Path], Tab], tmp_path: Path) -> None
     text = "".join(token["text"] for round_ in rounds for token in round_["emitted"])
     it = tab(write(tmp_path / "long.html", events(*rounds, text=text)))
     assert it.settled() == text
-    it.press("Home", "ArrowRight")
-    assert is_current(it, 0)
-    it.press("End", "ArrowLeft")
-    assert is_current(it, 3_998)
     it.run("() => player.seek(player.timeline.total / 2)")
     assert it.position[0] == pytest.approx(2_000, abs=1)
     assert it.run("() => { const a = $('answer').getBoundingClientRect(), r = document.querySelector('.now')"

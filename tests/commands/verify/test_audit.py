@@ -152,22 +152,17 @@ def test_kernels_that_change_with_the_length_of_a_pass_are_no_defect(
     assert report.largest_deviation > 0.01
 
 
-def test_penalties_are_part_of_what_is_compared(tiny: TinyFiles) -> None:
+def test_a_target_alone_is_audited_and_penalties_are_part_of_what_is_compared(tiny: TinyFiles) -> None:
     chain = {"repeat_penalty": 1.3, "presence_penalty": 0.5}
     options = replace(
         SMALL, greedy=SamplingParams(**chain), sampled=SamplingParams(temperature=0.8, **chain), draft_length=5
     )
-    report = audited(tiny, "reference", options=options)
-    assert found(report) == set(), report.verdict
-    assert any(arm.arm.endswith("×5") for arm in report.arms)
-
-
-def test_a_target_alone_is_audited_too(tiny: TinyFiles) -> None:
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=2048) as llm:
-        report = audit(llm)
-    assert found(report) == set(), report.verdict
+        reports = [audit(llm), audited(tiny, "reference", options=options)]
+    assert [found(report) for report in reports] == [set(), set()], [report.verdict for report in reports]
     arms = {"plain", "adversary ×16", "near misses ×2", "branches"}
-    assert {arm.arm for arm in report.arms if not arm.sampled} == arms
+    assert {arm.arm for arm in reports[0].arms if not arm.sampled} == arms
+    assert any(arm.arm.endswith("×5") for arm in reports[1].arms)
 
 
 @pytest.mark.parametrize("backend", ["reference", "llama-cpp", "ik-llama"])
@@ -467,24 +462,15 @@ def test_samples_left_out_for_their_probability_are_found(least: float) -> None:
     assert all(drawn_and_sent(150, seed, lambda prob, chance: prob >= least).rejected for seed in range(5))
 
 
-@pytest.fixture
-def thinker(tmp_path: Path) -> Iterator[LLM]:
+def test_budgets_for_thinking_are_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses dropped behind the opening of a block were accepted, and are judged again with the same noise: found."""
     with LLM(thinking_pair(tmp_path, "deepseek").target, draft="ngram", backend="reference", n_ctx=2048) as llm:
-        yield llm
-
-
-def test_budgets_for_thinking_are_audited(thinker: LLM) -> None:
-    report = audit(thinker, NO_LAW)
-    assert found(report) == set(), report.verdict
-    assert report.thinking["closed"] > 0
-
-
-def test_guesses_dropped_behind_the_opening_of_a_block_are_found(thinker: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were accepted, and are judged again with the same noise."""
-    monkeypatch.setattr(ThinkingReader, "draft_ends", frozenset(), raising=False)
-    report = audit(thinker, NO_LAW)
-    assert "decision" in found(report)
-    assert any("tokens of thinking" in defect.arm for defect in report.defects)
+        sound = audit(llm, NO_LAW)
+        monkeypatch.setattr(ThinkingReader, "draft_ends", frozenset(), raising=False)
+        wrong = audit(llm, NO_LAW)
+    assert (found(sound), sound.thinking["closed"] > 0) == (set(), True), sound.verdict
+    assert "decision" in found(wrong)
+    assert any("tokens of thinking" in defect.arm for defect in wrong.defects)
 
 
 def several_audited(tiny: TinyFiles, backend: str, spoil: Callable[[], None] = lambda: None) -> list[str]:
@@ -592,18 +578,15 @@ def test_rows_are_compared_up_to_a_common_shift_and_ranked_by_id_where_equal() -
 
 def test_the_adversary_rejects_at_every_position() -> None:
     """Over a cycle, the errors fall on every position of a draft, and whole drafts are right too."""
-    adversary, reach, answer = Adversary(1000, 16), 16, list(range(2000, 2100))
+    adversary, answer, firsts = Adversary(1000, 16), list(range(2000, 2100)), set()
     adversary.know([1, 2, 3], answer, [7] * 100)
-    firsts = set()
     for _ in range(3 * 17):
         adversary.begin([1, 2, 3])
-        plan = Plan(reach)
-        guesses = [token.id for token in adversary.draft([1, 2, 3], plan, None)]  # type: ignore[arg-type]
-        assert adversary.draft([1, 2, 3], plan, None) == []  # type: ignore[arg-type]
+        guesses = [token.id for token in adversary.draft([1, 2, 3], Plan(16), None)]  # type: ignore[arg-type]
+        assert adversary.draft([1, 2, 3], Plan(16), None) == []  # type: ignore[arg-type]
         right = next((i for i, (a, b) in enumerate(zip(guesses, answer, strict=False)) if a != b), len(guesses))
         firsts.add((right, right == len(guesses)))
-    assert {n for n, whole in firsts if not whole} == set(range(16))
-    assert {n for n, whole in firsts if whole} == set(range(17))
+    assert firsts == {(n, False) for n in range(16)} | {(n, True) for n in range(17)}
 
 
 Verify = Callable[..., tuple[int, str, str]]
