@@ -32,7 +32,6 @@ from localspec.backends.base import (
     Progress,
     Wanted,
     layer_name,
-    n_wanted,
 )
 from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
@@ -283,9 +282,8 @@ class ReferenceContext(Context):
         ``parents``: which of the rows each follows, -1 being the memory; None is the one before.
         """
         model, n_all = self.model, self.model.n_layers
-        n_rows = n_wanted(logits, len(rows))
-        first = len(rows) - n_rows
-        found: FloatArray = np.empty((n_rows, model.n_vocab), dtype=np.float32)
+        first = {"all": 0, "last": len(rows) - 1, "none": len(rows)}[logits]
+        found: FloatArray = np.empty((len(rows) - first, model.n_vocab), dtype=np.float32)
         whole = [layer_name(i) for i in range(n_layers or n_all - 1)] if self.hidden else []
         states: dict[str, list[Array]] = {name: [] for name in self.hidden if not n_layers or name in whole}
         # One by one: a matrix product over several tokens would round differently from one over a single token.

@@ -76,16 +76,18 @@ def test_the_tolerance_tells_noise_from_a_defect(model: Model) -> None:
     assert np.abs(right[21:] - foreign[21:]).max(axis=1).min() > NOISE
 
 
-def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model, shared: bool) -> None:
     tokens = some_tokens(700)
-    with model.new_context(800) as context:
-        asked: list[int] = []
+    with model.new_batch(2, 800) if shared else model.new_context(800) as memory:
+        context, asked = memory[0] if shared else memory, list[int]()
         context.interrupted = lambda: (asked.append(context.n_past), len(asked) == 2)[1]
         with pytest.raises(Cancelled):
             context.decode(tokens, "last")
         assert len(asked) == 2
         assert context.n_past <= 512
         assert context.tokens == tokens[: context.n_past]
+        assert context.n_free == 800 - context.n_past
         context.interrupted = lambda: False
         assert agree(model, context.decode(tokens[context.n_past :], "last").logits, fresh_rows(oracle, tokens, 699))
 

@@ -78,17 +78,6 @@ def test_logits_do_not_depend_on_what_is_returned(model: Model, names: tuple[str
             tapped.truncate(0)
 
 
-def test_names_that_mean_nothing_are_refused_and_others_taken_once(model: Model) -> None:
-    for name in ("layer:3", "layer:-1", "layer:", "layer:01", "Norm", "", "logits"):
-        for make in (model.new_context, lambda n, hidden: model.new_batch(2, n, hidden=hidden)):
-            with pytest.raises(UsageError, match="layer:0 to layer:2"):
-                make(16, hidden=["norm", name])
-    with model.new_context(16, hidden=["norm", "layer:1", "norm"]) as context:
-        assert context.hidden == ("norm", "layer:1")
-        assert set(context.decode([5]).hidden) == {"norm", "layer:1"}
-    assert (model.n_embd, model.n_layers) == (SHAPE.n_embd, 3)
-
-
 # How states leave a llama.cpp engine: by a callback.
 
 
@@ -164,27 +153,6 @@ def test_rows_of_any_layout_are_rolled_back_and_named_by_their_tokens(model: Mod
         context.truncate(0)
 
 
-def test_rows_of_a_wrong_kind_are_refused(context: Context) -> None:
-    good = EMBEDDING[:3]
-    context.decode([5, 6])
-    for floats, tokens, words in (
-        (good, [1, 2], r"shape \[2, 128\], not \[3, 128\]"),
-        (good[:, :64], [1, 2, 3], r"shape \[3, 128\]"),
-        (good[0], [1], "shape"),
-        (good[:0], [], "at least one"),
-        (np.where(good > 0, np.nan, good), [1, 2, 3], "finite"),
-        (good, [1, 2, -1], "0 or more"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            context.decode_floats(floats, tokens)
-    with pytest.raises(ContextFull):
-        context.decode_floats(np.zeros((255, SHAPE.n_embd), np.float32), [0] * 255)
-    assert context.tokens == [5, 6]
-    context.close()
-    with pytest.raises(Closed):
-        context.decode_floats(good, [1, 2, 3])
-
-
 # Passes that end early.
 
 
@@ -225,13 +193,42 @@ def test_rows_are_moved_whole_after_a_pass_that_ended_early(model: Model, monkey
         in_the_middle_of(model, leave_broken)
 
 
-def test_numbers_of_layers_that_cannot_be(model: Model, context: Context) -> None:
-    for n_layers in (-1, 0, 3, 4):
+# What is refused, and changes nothing.
+
+
+def test_names_of_no_state_are_refused_and_others_taken_once(model: Model) -> None:
+    for name in ("layer:3", "layer:-1", "layer:01", "Norm", ""):
+        for make in (model.new_context, lambda n, hidden: model.new_batch(2, n, hidden=hidden)):
+            with pytest.raises(UsageError, match="layer:0 to layer:2"):
+                make(16, hidden=["norm", name])
+    with model.new_context(16, hidden=["norm", "layer:1", "norm"]) as context:
+        assert set(context.decode([5]).hidden) == set(context.hidden) == {"norm", "layer:1"}
+        with pytest.raises(UsageError, match="not made to return 'layer:0'"):
+            context.decode_first_layers([5], 1)
+        with pytest.raises(UsageError, match="must lie in"):
+            context.decode_first_layers([384], 2)
+        assert context.tokens == [5]
+
+
+def test_rows_and_numbers_of_layers_that_cannot_be(context: Context) -> None:
+    good = EMBEDDING[:3]
+    context.decode([5, 6])
+    for floats, tokens, words in (
+        (good, [1, 2], r"shape \[2, 128\], not \[3, 128\]"),
+        (good[:, :64], [1, 2, 3], r"shape \[3, 128\]"),
+        (good[0], [1], "shape"),
+        (good[:0], [], "at least one"),
+        (np.where(good > 0, np.nan, good), [1, 2, 3], "finite"),
+        (good, [1, 2, -1], "0 or more"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            context.decode_floats(floats, tokens)
+    for n_layers in (-1, 0, 3):
         with pytest.raises(UsageError, match=f"1 to 2 layers, not after {n_layers}"):
             context.decode_first_layers([5], n_layers)
-    with model.new_context(16, hidden=("layer:1",)) as other:
-        with pytest.raises(UsageError, match="not made to return 'layer:0'"):
-            other.decode_first_layers([5], 1)
-        with pytest.raises(UsageError, match="must lie in"):
-            other.decode_first_layers([384], 2)
-        assert other.n_past == 0
+    with pytest.raises(ContextFull):
+        context.decode_floats(np.zeros((255, SHAPE.n_embd), np.float32), [0] * 255)
+    assert context.tokens == [5, 6]
+    context.close()
+    with pytest.raises(Closed):
+        context.decode_floats(good, [1, 2, 3])

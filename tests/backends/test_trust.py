@@ -180,33 +180,24 @@ def test_sound_engines_pass(fast_backend: Backend, tiny: TinyFiles) -> None:
         assert trust.check_restored(model, "several").mean_kl < 1e-3
 
 
-def test_no_row_is_looked_at_once_its_context_is_closed(
+def test_checks_open_one_context_at_a_time_and_look_at_no_row_of_a_closed_one(
     reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, rows = ReferenceContext.decode, list[Any]()
+    """Each holds room for logits, of which a GPU that is nearly full has little."""
+    decode, close, rows = ReferenceContext.decode, ReferenceContext.close, list[Any]()
+    opened, most = list[Any](), list[int]()
 
     def noting(context: ReferenceContext, *given: Any) -> Forward:
         forward = decode(context, *given)
         rows.append(forward.logits)
         return forward
 
-    def close(context: ReferenceContext) -> None:
+    def spoiling(context: ReferenceContext) -> None:
         for each in rows:
             each[:] = np.nan
+        close(context)
 
-    monkeypatch.setattr(ReferenceContext, "decode", noting)
-    monkeypatch.setattr(ReferenceContext, "_close", close)
-    with reference.load(tiny.quick.target) as model:
-        assert trust.check_model(model).mean_kl < 1e-6
-
-
-def test_one_context_beside_the_model_is_enough_for_the_check_of_a_batch(
-    reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each holds room for logits, of which a GPU that is nearly full has little."""
-    opened, most = list[Any](), list[int]()
-
-    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*given: Any, **options: Any) -> Any:
             opened.append(make(*given, **options))
             most.append(sum(not each.closed for each in opened))
@@ -214,10 +205,13 @@ def test_one_context_beside_the_model_is_enough_for_the_check_of_a_batch(
 
         return made
 
+    monkeypatch.setattr(ReferenceContext, "decode", noting)
+    monkeypatch.setattr(ReferenceContext, "close", spoiling)
     with reference.load(tiny.quick.target) as model:
         for name in ("new_batch", "new_context"):
-            monkeypatch.setattr(model, name, noting(getattr(model, name)))
-        assert trust.check_batch(model).mean_kl < 1e-6
+            monkeypatch.setattr(model, name, counted(getattr(model, name)))
+        for check in (trust.check_model, trust.check_batch):
+            assert check(model).mean_kl < 1e-6
     assert max(most) == 1
 
 
