@@ -483,7 +483,7 @@ def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And with several sequences only when they are asked for. What dies there is refused here; a child that was killed
-    from outside says nothing of the file."""
+    from outside, or cancelled, says nothing of the file."""
     tried: list[tuple[str, str]] = []
     run = trial.run_child
 
@@ -491,9 +491,13 @@ def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
         tried.append((Path(arguments[0]).name, arguments[-1]))
         return run(code, arguments, tick)
 
-    monkeypatch.setattr(trial, "run_child", lambda *_: -int(signal.SIGTERM))
-    with pytest.raises(UnsupportedModel):
-        ik_llama.load(tiny.hybrid)
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "run_child", lambda *_: -int(signal.SIGTERM))
+        with pytest.raises(UnsupportedModel):
+            ik_llama.load(tiny.hybrid)
+    monkeypatch.setattr(trial, "_POLL_S", 0.0)
+    with pytest.raises(Cancelled):
+        ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
     monkeypatch.setattr(trial, "run_child", counted)
     for _ in range(2):
         ik_llama.load(tiny.bpe).close()
@@ -508,14 +512,6 @@ def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
     monkeypatch.setattr(trial, "run_child", lambda code, arguments, tick: -6 if arguments[-1] == "several" else 0)
     with ik_llama.load(tiny.sliding, n_threads=1) as model, pytest.raises(UnsupportedModel, match="several sequences"):
         model.new_batch(2, 64)
-
-
-@pytest.mark.usefixtures("ik")
-def test_a_trial_can_be_cancelled(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_POLL_S", 0.0)
-    with pytest.raises(Cancelled):
-        ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
-    ik_llama.load(tiny.hybrid).close()
 
 
 @pytest.mark.usefixtures("ik")
