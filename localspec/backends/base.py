@@ -194,11 +194,6 @@ class Model(_Closable):
         Raises:
             UnsupportedModel: the file cannot generate text, and is no head for engines either.
         """
-
-        def number(name: str) -> int:
-            value = gguf.field(name, 0)
-            return value if isinstance(value, int) else 0
-
         if gguf.has_rows_only:
             self.vocab = Vocab.none()
         else:
@@ -210,8 +205,8 @@ class Model(_Closable):
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train
         self.size_bytes = gguf.n_bytes
-        self.n_embd = number("embedding_length")
-        self.n_layers = number("block_count") - number("nextn_predict_layers")
+        self.n_embd = gguf.whole("embedding_length")
+        self.n_layers = gguf.whole("block_count") - gguf.whole("nextn_predict_layers")
 
     def new_context(self, n_ctx: int, *, hidden: Sequence[str] = (), branches: bool = False) -> Context:
         """An empty memory of one sequence, with room for ``n_ctx`` tokens. Contexts of one model are independent.

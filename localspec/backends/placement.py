@@ -241,8 +241,7 @@ def layout(
     As ``load_tensors`` in llama-model.cpp: the last ``n_gpu_layers`` of blocks and output (negative is all) are divided
     in the proportion of ``tensor_split``, or of the devices' free memory; the input stays on the CPU.
     """
-    count = gguf.field("block_count", 0)
-    n_layer = count if isinstance(count, int) else 0
+    n_layer = gguf.whole("block_count")
     n_far = min(n_layer + 1 if n_gpu_layers < 0 else n_gpu_layers, n_layer + 1) if used else 0
     shares = [float(each) for each in placement.tensor_split or ()] or [float(each.free_bytes) for each in used]
     shares += [0.0] * (len(used) - len(shares))

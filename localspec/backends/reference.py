@@ -35,7 +35,7 @@ from localspec.backends.base import (
 )
 from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
-from localspec.errors import EngineError, UnsupportedModel, UsageError
+from localspec.errors import EngineError, UnsupportedModel, UsageError, shown
 from localspec.model_files.gguf import GGUFFile
 
 Array = npt.NDArray[np.float64]
@@ -71,9 +71,7 @@ class Hyperparameters:
                 raise UnsupportedModel(f"the file does not say {architecture}.{key}")
             is_number = isinstance(value, int | float) and math.isfinite(value) and value >= least
             if not is_number or (whole and value != int(value)):
-                raise UnsupportedModel(
-                    f"the file says {architecture}.{key} = {_short(value)}, which is not a valid size"
-                )
+                raise UnsupportedModel(f"the file says {architecture}.{key} = {shown(value)}, which is no valid size")
             return float(value)
 
         def size(key: str, default: int | None = None) -> int:
@@ -83,7 +81,7 @@ class Hyperparameters:
         for what, unsupported in (
             ("a mixture of experts", number("expert_count", 0)),
             ("layers of different widths", any(isinstance(get(f"attention.{k}", 0), np.ndarray) for k in _HEAD_COUNTS)),
-            (f"rope scaling {_short(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
+            (f"rope scaling {shown(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
         ):
             if unsupported:
                 raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
@@ -162,10 +160,6 @@ def read_tensor(file: GGUFFile, name: str, shape: Sequence[int | None]) -> Array
             f"{file.path.name}: the gguf package cannot unpack {tensor.type_name} ({name}); use another --backend"
         ) from None
     return np.asarray(values, dtype=np.float64)
-
-
-def _short(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]
 
 
 NAME = "reference"

@@ -72,15 +72,11 @@ def path_to(parents: Sequence[int], at: int) -> list[int]:
     return [] if at < 0 else [*path_to(parents, parents[at]), at]
 
 
-def nothing(n: int) -> None:
-    pass
-
-
 def watch_passes(
     context: Context,
     patch: pytest.MonkeyPatch,
-    before: Callable[[int], None] = nothing,
-    after: Callable[[int], None] = nothing,
+    before: Callable[[int], None] = lambda n: None,
+    after: Callable[[int], None] = lambda n: None,
 ) -> list[int]:
     """From now on, the tokens of every pass; ``before`` and ``after`` each are called with its number, from 1."""
     sizes: list[int] = []
