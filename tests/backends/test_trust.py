@@ -215,7 +215,15 @@ def test_checks_open_one_context_at_a_time_and_look_at_no_row_of_a_closed_one(
     assert max(most) == 1
 
 
-def test_a_file_is_checked_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_checked_once_and_an_engine_that_fails_is_asked_again(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> trust.Agreement:
+        raise EngineError("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "check_branches", fails)
+        assert trust.why_no_branches(model) == "not enough memory"
     said: list[str] = []
     for _ in range(2):
         trust.ensure_batches(model)
@@ -239,16 +247,6 @@ def test_a_verdict_against_it_stays(model: Model, monkeypatch: pytest.MonkeyPatc
     assert found == [trust.why_no_branches(model), trust.why_not_restored(model)]
     assert "gives wrong results for branching drafts" in str(found[0])
     assert "does not go on from a saved memory" in str(found[1])
-
-
-def test_an_engine_that_fails_is_asked_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: object) -> trust.Agreement:
-        raise EngineError("not enough memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trust, "check_branches", fails)
-        assert trust.why_no_branches(model) == "not enough memory"
-    assert trust.why_no_branches(model) is None
 
 
 def test_where_all_is_computed_alike_no_check_is_needed(
