@@ -6,6 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -150,20 +151,15 @@ def _shares(value: Any) -> tuple[float, ...] | None:
     if value is None:
         return None
     several = [value] if is_number(value) else listed(value)
+    if isinstance(value, str):  # as typed
+        with suppress(ValueError):
+            several = [float(part) for part in re.split(r"[,/]", value)]
     if not several or not all(map(is_number, several)):
         raise UsageError(f"--tensor-split takes shares such as 3,1, not {shown(value)}")
     shares = tuple(as_float(each) for each in several)
     if any(not math.isfinite(each) or each < 0 for each in shares) or not 0 < sum(shares) < 3e38:
         raise UsageError(f"--tensor-split takes shares of 0 or more that are not all 0, not {shown(value)}")
     return shares
-
-
-def read_shares(text: str) -> tuple[float, ...]:
-    """``--tensor-split`` as typed; UsageError where it is no list of numbers."""
-    try:
-        return tuple(float(part) for part in re.split(r"[,/]", text))
-    except ValueError:
-        raise UsageError(f"--tensor-split takes shares such as 3,1, not {shown(text)}") from None
 
 
 def _texts(option: str, value: Any) -> tuple[str, ...]:

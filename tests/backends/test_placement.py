@@ -71,7 +71,7 @@ def test_experts_stay_on_the_cpu(engine: Backend, tiny: TinyFiles, said: deque[s
         ({"tensor_split": (0, 0)}, "not all 0"),
         ({"tensor_split": (1, float("nan"))}, "0 or more"),
         ({"tensor_split": (1, -1)}, "0 or more"),
-        ({"tensor_split": "3,1"}, "--tensor-split takes shares"),
+        ({"tensor_split": "3,x"}, "--tensor-split takes shares"),
         ({"main_gpu": 1}, "--split-mode none"),
         ({"main_gpu": -1, "split_mode": "none"}, "--main-gpu must be"),
         ({"main_gpu": True, "split_mode": "none"}, "--main-gpu must be"),
@@ -108,7 +108,8 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> 
     assert len(str(raised.value)) < 250
 
 
-def test_several_overrides_in_one_text() -> None:
+def test_several_in_one_text() -> None:
+    assert Placement(tensor_split="3,1") == Placement(tensor_split=(3, 1))  # type: ignore[arg-type]
     text = r"blk\.[0-9]{1,3}\.ffn=CPU,attn=RPC0[127.0.0.1:50052],x(?=y)=CUDA0"
     assert Placement(override_tensor=text).overrides(4) == [
         (r"blk\.[0-9]{1,3}\.ffn", "CPU"),

@@ -13,27 +13,13 @@ from localspec.backends.llama.binding import MAX_SEQUENCES
 from localspec.backends.llama.model import LlamaSequences, SequencesOrOne
 from localspec.errors import Closed, ContextFull, EngineError, UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, some_tokens
+from tests.support.contexts import EVERY, check_next, some_tokens
 
 
 @pytest.fixture
 def batch(model: Model) -> Iterator[SequenceBatch]:
     with model.new_batch(4, 512) as batch:
         yield batch
-
-
-def check_feeding(model: Model, batch: SequenceBatch, pieces: list[tuple[int, int]], logits: Any = "all") -> None:
-    """Feed (sequence, how many more tokens), and compare with each alone."""
-    fed = [Piece(i, some_tokens(n, seed=9 * i + batch[i].n_past), logits) for i, n in pieces]
-    for piece, forward in zip(fed, batch.decode(fed), strict=True):
-        text, n = batch[piece.sequence].tokens, len(piece.tokens)
-        wanted = fresh(model, text, 0, batch.hidden)
-        first = len(text) - (n if logits == "all" else 1)
-        assert agree(model, forward.logits, wanted.logits[first:])
-        assert set(forward.hidden) == set(batch.hidden)
-        for name, states in forward.hidden.items():
-            start = first if name in CROPPED else len(text) - n
-            assert agree(model, states, wanted.hidden[name][start:]), name
 
 
 # Room.
@@ -102,7 +88,7 @@ def test_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> None:
     with model.new_batch(4, 4 * 96, n_ctx=96, hidden=EVERY) as batch:
-        check_feeding(model, batch, [(0, 9), (1, 90)], "last")
+        batch.decode([Piece(0, some_tokens(9), "last"), Piece(1, some_tokens(90), "last")])
         batch[2].decode(some_tokens(5))
         batch[2].decode_first_layers([5, 6], 1)
         refused: dict[Callable[[], Any], str] = {
@@ -127,7 +113,8 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
         with pytest.raises(ContextFull, match="the context holds 96 tokens; 90 are used and 7 more"):
             batch.decode([Piece(0, [5]), Piece(1, [5] * 7)])
         assert [batch[i].n_past for i in range(4)] == [9, 90, 7, 0]
-        check_feeding(model, batch, [(1, 6), (0, 3)])
+        batch.decode([Piece(1, some_tokens(6)), Piece(0, some_tokens(3))])
+        check_next(model, batch[0], [7])
 
 
 # The end of a memory, and of a pass.
@@ -211,7 +198,7 @@ def test_one_goes_to_a_context_of_its_own_and_back(either: SequencesOrOne) -> No
     check_alone(either, 2, 0, 40)
     check_alone(either, 1, 3, 30)  # in the memory of all, while the other is apart
     assert either.apart is either[2]
-    check_feeding(either.model, either, [(1, 4), (2, 4)])
+    either.decode([Piece(1, some_tokens(4)), Piece(2, some_tokens(4))])
     check_alone(either, 2, 1, 9)  # alone in its pass, but others hold tokens
     assert either.apart is None
     either.truncate(1, 0)
@@ -235,7 +222,8 @@ def test_what_cannot_go_back_stays(either: SequencesOrOne, monkeypatch: pytest.M
             either.decode([Piece(0, [5]), Piece(1, [6])])
     assert (either[0].n_past, either[1].n_past, either.apart) == (20, 0, either[0])
     check_alone(either, 0, 1)
-    check_feeding(either.model, either, [(0, 4), (1, 4)])
+    either.decode([Piece(0, some_tokens(4)), Piece(1, some_tokens(4))])
+    check_next(either.model, either[0], [7])
 
 
 def test_where_a_cache_is_of_another_type_all_lie_together(tiny: TinyFiles) -> None:

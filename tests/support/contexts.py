@@ -405,9 +405,8 @@ SHAPE = Shape(n_layer=3, n_head=2, n_head_kv=1)
 
 WEIGHTS = llama_weights(SHAPE, 384)
 EMBEDDING = WEIGHTS["token_embd.weight"]
-WHOLE, CROPPED = ("layer:0", "layer:1"), ("layer:2", "norm")
-EVERY = (*WHOLE, *CROPPED)
-"""The states of ``three_layers``: those with a row for every token, and those with one for each row of logits."""
+EVERY = ("layer:0", "layer:1", "layer:2", "norm")
+"""The states of ``three_layers``."""
 
 
 def three_layers(folder: Path) -> Path:
