@@ -24,9 +24,8 @@ from stages import Stage, Stages, commit, say
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTRACT = ["tests/backends/test_backends.py", "tests/backends/test_backends_memory.py",
-            "tests/backends/test_backends_text.py", "tests/backends/test_hidden_states.py",
-            "tests/backends/test_heads.py", "tests/backends/test_reference.py",
-            "tests/spec_decode/test_exactness.py", "tests/system"]  # fmt: skip
+            "tests/backends/test_hidden_states.py", "tests/backends/test_heads.py",
+            "tests/backends/test_reference.py", "tests/spec_decode/test_exactness.py", "tests/system"]  # fmt: skip
 PAIR = ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]
 
 ENGINES = """

@@ -194,11 +194,6 @@ class Model(_Closable):
         Raises:
             UnsupportedModel: the file cannot generate text, and is no head for engines either.
         """
-
-        def number(name: str) -> int:
-            value = gguf.field(name, 0)
-            return value if isinstance(value, int) else 0
-
         if gguf.has_rows_only:
             self.vocab = Vocab.none()
         else:
@@ -210,8 +205,8 @@ class Model(_Closable):
         self.chat_template = str(template) if template is not None else None
         self.n_ctx_train = gguf.n_ctx_train
         self.size_bytes = gguf.n_bytes
-        self.n_embd = number("embedding_length")
-        self.n_layers = number("block_count") - number("nextn_predict_layers")
+        self.n_embd = gguf.whole("embedding_length")
+        self.n_layers = gguf.whole("block_count") - gguf.whole("nextn_predict_layers")
 
     def new_context(self, n_ctx: int, *, hidden: Sequence[str] = (), branches: bool = False) -> Context:
         """An empty memory of one sequence, with room for ``n_ctx`` tokens. Contexts of one model are independent.
@@ -368,8 +363,7 @@ class Context(_Closable):
         Raises:
             Cancelled: ``interrupted`` was true; the memory holds the pieces that were done.
         """
-        self._check_ids(tokens)
-        self._check_whole()
+        self._check_input(tokens)
         if n_best and self.finds_best and logits != "none" and len(tokens) <= N_UNINTERRUPTED:
             return self._feed(tokens, partial(self._decode_best, tokens, n_best, logits, None))
         pieces: list[Forward] = []
@@ -378,8 +372,8 @@ class Context(_Closable):
             pieces.append(self._feed(piece, partial(self._decode, piece, "none")))
             if self.interrupted():
                 raise Cancelled("decoding was stopped")
-        pieces.append(self._feed(tokens, partial(self._decode, tokens, logits)))
-        return joined(pieces)
+        forward = self._feed(tokens, partial(self._decode, tokens, logits))
+        return joined([*pieces, forward]) if pieces else forward
 
     def decode_floats(
         self, rows: FloatArray, tokens: Sequence[int], logits: Wanted = "all", n_best: int = 0
@@ -394,8 +388,7 @@ class Context(_Closable):
         Raises:
             UsageError: the model cannot (``Capabilities.float_rows``), the shapes are wrong, or a row is not finite.
         """
-        self._check_room(len(tokens))
-        self._check_whole()
+        self._check_input(tokens, are_ids=False)
         if not self.model.capabilities.float_rows:
             raise UsageError(f"{self.model.engine} cannot be fed with rows of floats for {self.model.path.name}")
         rows = np.ascontiguousarray(rows, dtype=np.float32)
@@ -421,7 +414,7 @@ class Context(_Closable):
             UsageError: the model cannot (``Capabilities.first_layers``), the context does not return that state, or the
                 memory ends with rows of another number of layers.
         """
-        self._check_ids(tokens)
+        self._check_input(tokens, n_layers)
         name = layer_name(n_layers - 1)
         if not self.model.capabilities.first_layers:
             raise UsageError(f"{self.model.engine} cannot end a pass early for {self.model.path.name}")
@@ -429,8 +422,6 @@ class Context(_Closable):
             raise UsageError(f"a pass can end after 1 to {self.model.n_layers - 1} layers, not after {n_layers}")
         if name not in self.hidden:
             raise UsageError(f"this context was not made to return {name!r}")
-        if self._partial is not None and self._partial[1] != n_layers:
-            raise UsageError(f"the memory ends with rows of {self._partial[1]} layers: truncate them first")
         first = self.n_whole
         forward = self._feed(tokens, partial(self._decode_first_layers, tokens, n_layers))
         self._partial = first, n_layers
@@ -449,18 +440,18 @@ class Context(_Closable):
         Raises:
             UsageError: the context cannot (``can_branch``), or parents do not come before.
         """
-        self._check_ids(tokens)
-        self._check_whole()
+        self._check_input(tokens)
         if not self.can_branch:
             raise UsageError(self.model.why_no_trees() or "this context was not made for tokens that branch")
         if len(parents) != len(tokens) or any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise UsageError("each token of a tree follows one before it, or the memory")
-        self._drop_tree()
+        if self._tree is not None:
+            self._cut(self.n_past)
         self._tree = list(tokens), list(parents)
         try:
             return self._decode_tree(tokens, parents)
         except BaseException:
-            self._drop_tree()
+            self._cut(self.n_past)
             raise
 
     def keep(self, path: Sequence[int]) -> None:
@@ -480,12 +471,12 @@ class Context(_Closable):
         if any(not 0 <= at < len(tokens) or parents[at] != before for before, at in zip([-1, *path], path)):  # noqa: B905
             raise UsageError(f"{list(path)} is not a path of the tree")
         if not path:
-            self._drop_tree()
+            self._cut(self.n_past)
             return
         try:
             self._keep(path)
         except BaseException:
-            self._drop_tree()
+            self._cut(self.n_past)
             raise
         self._tree = None
         self.tokens.extend(tokens[at] for at in path)
@@ -495,8 +486,7 @@ class Context(_Closable):
         self._check_open()
         if not 0 <= n <= self.n_past:
             raise UsageError(f"cannot truncate {self.n_past} tokens to {n}")
-        self._drop_tree()
-        if n < self.n_past:
+        if n < self.n_past or self._tree is not None:
             self._cut(n)
         if self._partial is not None and n <= self._partial[0]:
             self._partial = None
@@ -514,7 +504,8 @@ class Context(_Closable):
             UsageError: the engine cannot (``Capabilities.saves_state``), or rows of ``decode_first_layers`` are there.
         """
         self._check_saves_state()
-        self._check_whole()
+        if self._partial is not None:
+            raise UsageError(f"the rows from {self._partial[0]} on have the first layers only: truncate them first")
         return ContextState(tuple(self.tokens), self._export() if self.tokens else {})
 
     @property
@@ -555,7 +546,8 @@ class Context(_Closable):
         self._forget()
 
     def _feed(self, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
-        self._drop_tree()
+        if self._tree is not None:
+            self._cut(self.n_past)
         if self.meanwhile is not None and not self.overlaps:  # its caller has to wait, so that is done now
             self.meanwhile()
         n_before = self.n_past
@@ -575,7 +567,8 @@ class Context(_Closable):
             self.cells.take(self.number, len(tokens))
 
     def _cut(self, n: int) -> None:
-        """Drop all rows from position n on, also those that ``tokens`` does not name."""
+        """Drop all rows from position n on, also those that ``tokens`` does not name: a tree's, for one."""
+        self._tree = None
         try:
             self._truncate(n)
             del self.tokens[n:]
@@ -589,34 +582,27 @@ class Context(_Closable):
         if self.cells is not None:
             self.cells.cut(self.number, 0)
 
-    def _drop_tree(self) -> None:
-        if self._tree is not None:
-            self._tree = None
-            self._cut(self.n_past)
-
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        self._check_room(len(tokens))
-        if min(tokens) < 0 or max(tokens) >= self.model.n_vocab:
-            raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
-
-    def _check_room(self, n: int) -> None:
+    def _check_input(self, tokens: Sequence[int], n_layers: int | None = None, *, are_ids: bool = True) -> None:
+        """Refuse what cannot be fed behind the memory, through the first ``n_layers`` or, if None, all."""
         self._check_open()
+        n = len(tokens)
         if not n:
             raise UsageError("decode needs at least one token")
         if self.n_past + n > self.n_ctx:
             raise ContextFull(f"the context holds {self.n_ctx} tokens; {self.n_past} are used and {n} more do not fit")
         if self.cells is not None:
             self.cells.check(n)
-
-    def _check_whole(self) -> None:
-        if self._partial is not None:
-            raise UsageError(f"the rows from {self._partial[0]} on have the first layers only: truncate them first")
+        if are_ids and (min(tokens) < 0 or max(tokens) >= self.model.n_vocab):
+            raise UsageError(f"token ids must lie in 0..{self.model.n_vocab - 1}")
+        if self._partial is not None and self._partial[1] != n_layers:
+            raise UsageError(f"the memory ends with rows of {self._partial[1]} layers: truncate them first")
 
     def _check_saves_state(self) -> None:
         self._check_open()
         if not self.model.capabilities.saves_state:
             raise UsageError(f"{self.model.engine} cannot save the state of a context")
-        self._drop_tree()
+        if self._tree is not None:
+            self._cut(self.n_past)
 
     # What an engine implements; what is not abstract only where its capabilities promise it.
 
@@ -717,8 +703,7 @@ class SequenceBatch(_Closable):
         if not pieces or len({piece.sequence for piece in pieces}) < len(pieces):
             raise UsageError("decode needs at least one piece, and no two of one sequence")
         for context, piece in zip(contexts, pieces, strict=True):
-            context._check_ids(piece.tokens)
-            context._check_whole()
+            context._check_input(piece.tokens)
         self.cells.check(sum(len(piece.tokens) for piece in pieces))
         before = [context.n_past for context in contexts]
         try:

@@ -6,6 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -150,20 +151,15 @@ def _shares(value: Any) -> tuple[float, ...] | None:
     if value is None:
         return None
     several = [value] if is_number(value) else listed(value)
+    if isinstance(value, str):  # as typed
+        with suppress(ValueError):
+            several = [float(part) for part in re.split(r"[,/]", value)]
     if not several or not all(map(is_number, several)):
         raise UsageError(f"--tensor-split takes shares such as 3,1, not {shown(value)}")
     shares = tuple(as_float(each) for each in several)
     if any(not math.isfinite(each) or each < 0 for each in shares) or not 0 < sum(shares) < 3e38:
         raise UsageError(f"--tensor-split takes shares of 0 or more that are not all 0, not {shown(value)}")
     return shares
-
-
-def read_shares(text: str) -> tuple[float, ...]:
-    """``--tensor-split`` as typed; UsageError where it is no list of numbers."""
-    try:
-        return tuple(float(part) for part in re.split(r"[,/]", text))
-    except ValueError:
-        raise UsageError(f"--tensor-split takes shares such as 3,1, not {shown(text)}") from None
 
 
 def _texts(option: str, value: Any) -> tuple[str, ...]:
@@ -241,8 +237,7 @@ def layout(
     As ``load_tensors`` in llama-model.cpp: the last ``n_gpu_layers`` of blocks and output (negative is all) are divided
     in the proportion of ``tensor_split``, or of the devices' free memory; the input stays on the CPU.
     """
-    count = gguf.field("block_count", 0)
-    n_layer = count if isinstance(count, int) else 0
+    n_layer = gguf.whole("block_count")
     n_far = min(n_layer + 1 if n_gpu_layers < 0 else n_gpu_layers, n_layer + 1) if used else 0
     shares = [float(each) for each in placement.tensor_split or ()] or [float(each.free_bytes) for each in used]
     shares += [0.0] * (len(used) - len(shares))

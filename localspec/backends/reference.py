@@ -12,10 +12,9 @@ channels decodes thousands of tokens per second, one of 135M parameters about te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -32,18 +31,15 @@ from localspec.backends.base import (
     Progress,
     Wanted,
     layer_name,
-    n_wanted,
 )
 from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
-from localspec.errors import EngineError, UnsupportedModel, UsageError
+from localspec.errors import EngineError, UnsupportedModel, UsageError, shown
 from localspec.model_files.gguf import GGUFFile
 
 Array = npt.NDArray[np.float64]
 
 BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-_HEAD_COUNTS = ("head_count", "head_count_kv")
-_LEAST = 5e-324  # the smallest number over 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,31 +56,28 @@ class Hyperparameters:
     norm_eps: float
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], architecture: str = "llama") -> Hyperparameters:
-        """Read them, where the file says ``architecture``; UnsupportedModel for a variant that is not computed here."""
+    def read(cls, file: GGUFFile) -> Hyperparameters:
+        """Read them; ModelFileError where they cannot be, UnsupportedModel for a variant that is not computed here."""
+        check_hyperparameters(file)
 
-        def get(key: str, default: Any = None) -> Any:
-            return metadata.get(f"{architecture}.{key}", default)
-
-        def number(key: str, default: float | None = None, least: float = 0.0, whole: bool = False) -> float:
-            value = get(key, default)
+        def number(key: str, default: float | None = None, whole: bool = False) -> float:
+            value = file.field(key, default)
             if value is None:
-                raise UnsupportedModel(f"the file does not say {architecture}.{key}")
-            is_number = isinstance(value, int | float) and math.isfinite(value) and value >= least
-            if not is_number or (whole and value != int(value)):
-                raise UnsupportedModel(
-                    f"the file says {architecture}.{key} = {_short(value)}, which is not a valid size"
-                )
+                raise UnsupportedModel(f"the file does not say {file.architecture}.{key}")
+            if not isinstance(value, int | float) or (whole and value != int(value)):
+                raise UnsupportedModel(f"the file says {file.architecture}.{key} = {shown(value)}, which is no size")
             return float(value)
 
         def size(key: str, default: int | None = None) -> int:
             return int(number(key, default, whole=True))
 
-        scaling = get("rope.scaling.type", "none")
+        scaling, factor = file.field("rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
+        head_counts = (file.field(f"attention.{name}") for name in ("head_count", "head_count_kv"))
         for what, unsupported in (
             ("a mixture of experts", number("expert_count", 0)),
-            ("layers of different widths", any(isinstance(get(f"attention.{k}", 0), np.ndarray) for k in _HEAD_COUNTS)),
-            (f"rope scaling {_short(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
+            ("layers of different widths", any(isinstance(each, np.ndarray) for each in head_counts)),
+            (f"rope scaling {shown(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
+            (f"a rope scaled by {factor:g}", factor <= 0),
         ):
             if unsupported:
                 raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
@@ -101,16 +94,15 @@ class Hyperparameters:
             )
         if not d_head or d_head % 2:
             raise UnsupportedModel(f"the file says heads of {d_head} channels, which cannot be rotated in pairs")
-        factor = number("rope.scaling.factor", 1.0, _LEAST)
         return cls(
             n_layer=size("block_count"),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=number("rope.freq_base", 10000.0, _LEAST),
+            rope_base=number("rope.freq_base", 10000.0),
             rope_scale=factor if scaling == "linear" else 1.0,
-            norm_eps=number("attention.layer_norm_rms_epsilon", None, _LEAST),
+            norm_eps=number("attention.layer_norm_rms_epsilon"),
         )
 
 
@@ -165,10 +157,6 @@ def read_tensor(file: GGUFFile, name: str, shape: Sequence[int | None]) -> Array
     return np.asarray(values, dtype=np.float64)
 
 
-def _short(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]
-
-
 NAME = "reference"
 
 
@@ -183,14 +171,13 @@ class ReferenceModel(Model):
                     f"{path.name} has the architecture {file.architecture!r}; the reference backend "
                     "computes 'llama' only"
                 )
-            check_hyperparameters(file)
             self.backend = NAME
             self.engine = f"{NAME} numpy {np.__version__}"
             self.capabilities = Capabilities(
                 batch_invariant=True, saves_state=True, hidden=True, float_rows=True, first_layers=True, trees=True
             )
             self.n_threads = 1
-            self.hparams = Hyperparameters.from_metadata(file.metadata)
+            self.hparams = Hyperparameters.read(file)
             self._tokenizer = Tokenizer(file, self.vocab, PythonByteLevel)
             self._load(file, progress)
 
@@ -283,9 +270,8 @@ class ReferenceContext(Context):
         ``parents``: which of the rows each follows, -1 being the memory; None is the one before.
         """
         model, n_all = self.model, self.model.n_layers
-        n_rows = n_wanted(logits, len(rows))
-        first = len(rows) - n_rows
-        found: FloatArray = np.empty((n_rows, model.n_vocab), dtype=np.float32)
+        first = {"all": 0, "last": len(rows) - 1, "none": len(rows)}[logits]
+        found: FloatArray = np.empty((len(rows) - first, model.n_vocab), dtype=np.float32)
         whole = [layer_name(i) for i in range(n_layers or n_all - 1)] if self.hidden else []
         states: dict[str, list[Array]] = {name: [] for name in self.hidden if not n_layers or name in whole}
         # One by one: a matrix product over several tokens would round differently from one over a single token.

@@ -149,9 +149,15 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
         """Token ids of a text; see ``backends.base.Model.tokenize``."""
+        # Cut as llama.cpp does: the longest token first, each over the whole text. User-defined ones are always
+        # recognised, control tokens such as ``<|im_end|>`` only where asked for.
+        pieces: list[str | int] = [text] if text else []
+        for special, token in self._special if parse_special else self._always_special:
+            if special in text:
+                pieces = [part for piece in pieces for part in self._cut_out(piece, special, token)]
         tokens = [self._bos] if add_special and self._bos is not None else []
         after_special = True
-        for piece in self._cut(text, parse_special):
+        for piece in pieces:
             if isinstance(piece, int):
                 tokens.append(piece)
                 after_special = True
@@ -163,19 +169,8 @@ class Tokenizer:
             tokens.append(self._eos)
         return tokens
 
-    def _cut(self, text: str, parse_special: bool) -> list[str | int]:
-        """The text in order: pieces of text, none of them empty, and the ids of special tokens between them.
-
-        As llama.cpp does: the longest token first, each over the whole text. User-defined ones are always recognised,
-        control tokens such as ``<|im_end|>`` only where asked for.
-        """
-        pieces: list[str | int] = [text] if text else []
-        for special, token in self._special if parse_special else self._always_special:
-            if special in text:
-                pieces = [part for piece in pieces for part in self._cut_out(piece, special, token)]
-        return pieces
-
     def _cut_out(self, piece: str | int, special: str, token: int) -> Iterator[str | int]:
+        """A piece of text, or an id, with a special token's id in the place of its text; no piece is empty."""
         if isinstance(piece, int):
             yield piece
             return
@@ -204,11 +199,14 @@ class PythonByteLevel:
     def __init__(self, ids: Mapping[str, int], merges: Sequence[str], pre: str, file_name: str) -> None:
         self._ids, self._pre = ids, pre
         self._ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(merges)}
-        _patterns(pre)
+        self._patterns = _patterns(pre)
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []
-        for word in _words_of(text, self._pre):
+        words = [text]  # which merges stay within
+        for pattern in self._patterns:
+            words = [part for word in words for part in pattern.split(word) if part]
+        for word in words:
             pieces = [_byte_symbols()[byte] for byte in word.encode()]
             if self._pre == "llama-bpe" and "".join(pieces) in self._ids:
                 pieces = ["".join(pieces)]
@@ -222,14 +220,6 @@ class PythonByteLevel:
                 token = self._ids.get(piece)
                 tokens += [token] if token is not None else [self._ids[s] for s in piece if s in self._ids]
         return tokens
-
-
-def _words_of(text: str, pre: str) -> list[str]:
-    """Cut a text into the words that merges stay within."""
-    words = [text]
-    for pattern in _patterns(pre):
-        words = [part for word in words for part in pattern.split(word) if part]
-    return words
 
 
 @cache

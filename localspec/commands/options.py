@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from localspec.backends.llama.ggml import engine_log
-from localspec.backends.placement import Placement, read_shares
+from localspec.backends.placement import Placement
 from localspec.commands import files, recommend
 from localspec.engine.loading import Report
 from localspec.engine.options import LoadOptions, draft_specs, with_free
@@ -78,8 +78,6 @@ class RunOptions:
             return {name: value for name, value in found.items() if value is not None and value != []}
 
         placement = {name: value for name, value in taken(Placement).items() if value is not False}
-        if "tensor_split" in placement:
-            placement["tensor_split"] = read_shares(placement["tensor_split"])
         load = LoadOptions(placement=Placement(**placement), **taken(LoadOptions))
         sampling = {**sampling, **taken(SamplingParams)}
         if "stop" in sampling:

@@ -117,7 +117,7 @@ class HeadContext(Context):
         assert head.block is not None
         skipped = head.block.n_skipped
         block = [token, *[head.block.mask] * (n + skipped - 1)]
-        self._check_room(len(block))
+        self._check_input(block, are_ids=False)
         if not 0 <= token < head.n_vocab or not 0 < n <= head.block.n_guesses:
             raise EngineError(f"{head.path.name} cannot decode a block of {n} tokens after {token}")
         forward = self._feed(block, lambda: self._guess(block, n_best if self.finds_best else 0))

@@ -346,6 +346,11 @@ class GGUFFile:
     def field(self, name: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
+    def whole(self, name: str) -> int:
+        """A field that is a whole number; 0 where the header has none."""
+        value = self.field(name)
+        return int(value) if isinstance(value, int) else 0
+
     @property
     def name(self) -> str:
         return str(self.metadata.get("general.name", "")) or self.path.stem
@@ -353,8 +358,7 @@ class GGUFFile:
     @property
     def n_ctx_train(self) -> int:
         """Context length the model was trained for [tokens]; 0: unknown."""
-        value = self.field("context_length", 0)
-        return int(value) if isinstance(value, int) else 0
+        return self.whole("context_length")
 
     @property
     def n_params(self) -> int:

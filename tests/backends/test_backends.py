@@ -18,7 +18,7 @@ from localspec.backends.base import Context, ContextState, FloatArray, Model
 from localspec.backends.llama import model as model_module
 from localspec.engine.saved import maker_of
 from localspec.errors import Cancelled, Closed, ContextFull, EngineError, ModelFileError, UsageError
-from tests.conftest import Backend, TinyFiles
+from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support.contexts import (
     EMBEDDING,
     EVERY,
@@ -74,18 +74,26 @@ def test_the_tolerance_tells_noise_from_a_defect(model: Model) -> None:
     assert np.abs(right[1:] - right[:-1]).max(axis=1).min() > 10 * NOISE
     assert np.abs(right[1:] - shifted).max(axis=1).min() > 2 * NOISE
     assert np.abs(right[21:] - foreign[21:]).max(axis=1).min() > NOISE
+    if model.capabilities.trees:  # rows of another branch, or of another depth
+        with model.new_context(256, branches=True) as context:
+            context.decode(tokens)
+            logits = context.decode_tree([9, 30, 30, 9], [-1, -1, 0, 1]).logits.copy()
+        for one, other in ((0, 1), (1, 2), (0, 3), (2, 3)):
+            assert np.abs(logits[one] - logits[other]).max() > 10 * NOISE
 
 
-def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_input_is_interrupted_between_its_pieces(model: Model, oracle: Model, shared: bool) -> None:
     tokens = some_tokens(700)
-    with model.new_context(800) as context:
-        asked: list[int] = []
+    with model.new_batch(2, 800) if shared else model.new_context(800) as memory:
+        context, asked = memory[0] if shared else memory, list[int]()
         context.interrupted = lambda: (asked.append(context.n_past), len(asked) == 2)[1]
         with pytest.raises(Cancelled):
             context.decode(tokens, "last")
         assert len(asked) == 2
         assert context.n_past <= 512
         assert context.tokens == tokens[: context.n_past]
+        assert context.n_free == 800 - context.n_past
         context.interrupted = lambda: False
         assert agree(model, context.decode(tokens[context.n_past :], "last").logits, fresh_rows(oracle, tokens, 699))
 
@@ -246,3 +254,121 @@ def test_two_models_and_two_threads_at_once(backend: Backend, tiny: TinyFiles, m
     wanted = fresh_rows(model, tokens)
     assert all(agree(model, found[seed], wanted) for seed in range(2))
     assert np.abs(wanted - theirs).max() > 10 * NOISE
+
+
+# Tokens that branch.
+
+
+@pytest.fixture
+def branching(model: Model) -> Iterator[Context]:
+    if not model.capabilities.trees:
+        pytest.skip("this engine feeds no trees")
+    with model.new_context(256, branches=True) as context:
+        yield context
+
+
+def test_trees_that_are_none(branching: Context) -> None:
+    branching.decode([5, 6])
+    for tokens, parents in (([], []), ([5], [0]), ([5], [-2]), ([5, 6], [-1]), ([5, 6], [1, -1]), ([99999], [-1])):
+        with pytest.raises(UsageError):
+            branching.decode_tree(tokens, parents)
+    branching.decode_tree([7, 8, 9], [-1, 0, -1])
+    for path in ([1], [0, 2], [3], [2, 1], [-1]):
+        with pytest.raises(UsageError, match="is not a path"):
+            branching.keep(path)
+    branching.keep([0, 1])
+    assert branching.tokens == [5, 6, 7, 8]
+
+
+def test_a_tree_that_does_not_fit(model: Model, branching: Context) -> None:
+    """Rows count, not depth; when it has gone, its room is free again."""
+    branching.decode(some_tokens(252))
+    with pytest.raises(ContextFull):
+        branching.decode_tree([5] * 5, [-1] * 5)
+    for _ in range(50):
+        branching.decode_tree([5, 6, 7, 8], [-1, -1, 0, 1])
+        branching.keep([1, 3])
+        branching.truncate(252)
+    check_next(model, branching, [5, 6, 7, 8])
+
+
+@pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
+def test_more_leaves_than_sequences(tiny: TinyFiles, engine: str) -> None:
+    with open_backend(engine).load(tiny.spm, n_threads=1) as model, model.new_context(256, branches=True) as context:
+        context.decode(some_tokens(20))
+        wide = list(range(5, 5 + 64))
+        assert len(context.decode_tree(wide, [-1] * 64)) == 64
+        with pytest.raises(UsageError, match="64 leaves"):
+            context.decode_tree([*wide, 4], [-1] * 65)
+        check_next(model, context, some_tokens(4, seed=5))
+
+
+def test_memories_that_cannot_branch_say_so(tiny: TinyFiles) -> None:
+    with open_backend("ik-llama").load(tiny.spm, n_threads=1, kv_type="q8_0") as model:
+        assert "flash attention" in str(model.why_no_trees())
+        with model.new_context(32, branches=True) as context:
+            assert not context.can_branch
+    for engine, file, words in (
+        ("llama-cpp", tiny.spm, "not made for tokens that branch"),
+        ("llama-cpp", tiny.recurrent, "does not take tokens that branch"),
+        ("mlx", tiny.recurrent, "does not take tokens that branch"),
+    ):
+        with open_backend(engine).load(file, n_threads=1) as model:
+            assert model.capabilities.trees == (file == tiny.spm)
+            with model.new_context(64, branches=file != tiny.spm) as context:
+                context.decode([5, 6])
+                with pytest.raises(UsageError, match=words):
+                    context.decode_tree([7, 8], [-1, -1])
+                assert context.tokens == [5, 6]
+
+
+# Text.
+
+TEXTS = [
+    "",
+    " ",
+    "the and of",
+    "The rain  in Spain\n\n\tstays.",
+    "1 + 1 = 2; it's he'll I'VE",
+    "naïve café Üben é",
+    "日本語とemoji 😀👨‍👩‍👧 ok",
+    "\x00\x01\x7f \x85 \u3000 \ufffd",
+    "<|im_start|>user\nhello<|im_end|>",
+    "a<s>b</s>c",
+    "   leading and trailing   ",
+    "the and 😀 of\n" * 2000,
+]
+
+
+@pytest.fixture(scope="module", params=["spm", "bpe"])
+def text_model(backend: Backend, tiny: TinyFiles, request: pytest.FixtureRequest) -> Iterator[Model]:
+    with backend.load(getattr(tiny, request.param)) as model:
+        yield model
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_the_bytes_of_the_tokens_spell_the_text(text_model: Model, text: str) -> None:
+    vocab = text_model.vocab
+    spelled = b"".join(vocab.token_bytes(token) for token in text_model.tokenize(text))
+    space = b" " if text and text_model.path.name == "tiny-spm-f32.gguf" else b""
+    assert spelled == space + text.encode()
+
+
+def test_special_tokens_are_read_only_when_asked_for(text_model: Model) -> None:
+    vocab, text = text_model.vocab, "a<|im_end|>b"
+    special = {i for i in range(text_model.n_vocab) if vocab.token_bytes(i).startswith(b"<|")} | set(vocab.eog)
+    assert len(set(text_model.tokenize(text, parse_special=True)) & special) == 1
+    assert not set(text_model.tokenize(text)) & special, "a user's text forged a special token"
+
+
+def test_begin_of_text_is_added_where_the_file_wants_it(text_model: Model) -> None:
+    plain, special = text_model.tokenize("the"), text_model.tokenize("the", add_special=True)
+    if text_model.vocab.add_bos:
+        assert special == [text_model.vocab.bos, *plain]
+    else:
+        assert special == plain
+
+
+def test_a_lone_surrogate_is_a_usage_error(text_model: Model) -> None:
+    with pytest.raises(UsageError, match="surrogate"):
+        text_model.tokenize("half \ud83d of an emoji")

@@ -63,23 +63,6 @@ def test_anything_in_a_memory_that_cannot_be_rewound(recurrent: Model) -> None:
     try_any_order(recurrent, recurrent, hidden=every_state(recurrent), n_examples=n_examples(recurrent))
 
 
-@pytest.mark.parametrize("shared", [0, 2])
-def test_a_state_of_another_text_is_never_gone_back_to(recurrent: Model, shared: int) -> None:
-    """A conversation, another one that begins like it or not at all, token by token, and a third that shares it."""
-    first, second = some_tokens(60), some_tokens(60, seed=1)
-    second[:shared] = first[:shared]
-    with recurrent.new_context(128) as context:
-        context.decode(first[:40], "none")
-        context.decode(first[40:50], "none")
-        assert context.reuse(second) == shared
-        for token in second[shared:]:
-            context.decode([token], "none")
-        context.truncate(42)
-        ours = rows(context, second[42:])
-    assert divergence(fresh_rows(recurrent, second, 42), ours) < 1e-3
-    assert divergence(fresh_rows(recurrent, [*first[:40], *second[40:]], 42), ours) > 0.01
-
-
 def test_a_rejected_draft_of_which_there_are_snapshots_costs_no_pass(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

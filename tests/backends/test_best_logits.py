@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -57,22 +59,16 @@ def test_rows_hold_the_largest_logits(model: Model, n_best: int) -> None:
     with model.new_context(64, hidden=("layer:0", "norm")) as context:
         context.decode(text, "none")
         assert context.decode_floats(rows, range(5), "none", n_best).logits.shape == (0, model.n_vocab)
-        for feed, feed_best in (
-            (lambda logits: context.decode(more, logits), lambda logits: context.decode(more, logits, n_best)),
-            (
-                lambda logits: context.decode_floats(rows, range(5), logits),
-                lambda logits: context.decode_floats(rows, range(5), logits, n_best),
-            ),
-        ):
-            for logits in ("all", "last"):
-                context.truncate(len(text))
-                whole = feed(logits)
-                expected = whole.logits.copy()
-                context.truncate(len(text))
-                best = feed_best(logits)
-                is_best_of(best, expected, n_best)
-                assert all(np.array_equal(states, best.hidden[name]) for name, states in whole.hidden.items())
-                assert context.n_past == len(text) + 5
+        feeds = (partial(context.decode, more), partial(context.decode_floats, rows, range(5)))
+        for feed, logits in product(feeds, ("all", "last")):
+            context.truncate(len(text))
+            whole = feed(logits)
+            expected = whole.logits.copy()
+            context.truncate(len(text))
+            best = feed(logits, n_best)
+            is_best_of(best, expected, n_best)
+            assert all(np.array_equal(states, best.hidden[name]) for name, states in whole.hidden.items())
+            assert context.n_past == len(text) + 5
 
 
 def test_whole_rows_come_as_before_in_between(context: Context, model: Model) -> None:
@@ -122,22 +118,20 @@ def test_equals_at_the_end_have_the_row_whole(tmp_path: Path) -> None:
         context.close()
 
 
-def test_a_device_without_the_means_gives_whole_rows(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it cannot, the engine leaves the chain out and counts every logit."""
-    monkeypatch.setattr(model.binding.lib, "llama_get_sampled_candidates_count_ith", lambda *_: model.n_vocab)
+def test_where_the_device_cannot_rows_are_whole(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the means it leaves the chain out and counts every logit; without memory the engine would end the
+    process, so that nothing is tried."""
     expected = fresh_rows(model, [5, 6, 7])
-    with model.new_context(256) as context:
-        assert np.array_equal(context.decode([5, 6, 7], n_best=1).logits, expected)
-        monkeypatch.undo()
-        assert context.decode([8], n_best=1).ids is None  # it is not asked again
-        assert context.tokens == [5, 6, 7, 8]
-
-
-def test_without_memory_for_it_nothing_is_tried(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine would end the process."""
-    monkeypatch.setattr(BestLogits, "_has_room", lambda self: False)
-    with model.new_context(256) as context:
-        assert context.decode([5, 6], n_best=1).ids is None
+    for owner, name, found in (
+        (model.binding.lib, "llama_get_sampled_candidates_count_ith", lambda *_: model.n_vocab),
+        (BestLogits, "_has_room", lambda self: False),
+    ):
+        with model.new_context(256) as context, monkeypatch.context() as patch:
+            patch.setattr(owner, name, found)
+            assert np.array_equal(context.decode([5, 6, 7], n_best=1).logits, expected)
+            patch.undo()
+            assert (context.decode([8], n_best=1).ids is None) == (owner is not BestLogits)  # not asked again
+            assert context.tokens == [5, 6, 7, 8]
 
 
 def test_it_is_used_where_it_takes_less_time(model: Model) -> None:

@@ -249,35 +249,30 @@ def test_matrices_are_kept_to_the_bit(target: Path, tmp_path: Path) -> None:
             assert made[name].data.tobytes() == theirs[name].data.tobytes()
 
 
-def test_it_is_made_once_and_again_when_it_is_gone(target: Path, tmp_path: Path) -> None:
-    path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
-    place = assemble(path, target, "a" * 32)
-    before, inode = place.read_bytes(), place.stat().st_ino
-    assert assemble(path, target, "a" * 32).stat().st_ino == inode
-    place.unlink()
-    assert assemble(path, target, "a" * 32).read_bytes() == before
-    places = {place, engine_file(path, target, "b" * 32)}
-    write_random_head(target, path, n_out=50, seed=1)
-    assert len(places | {engine_file(path, target, "a" * 32)}) == 3
-
-
-def test_a_break_leaves_nothing_behind(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_random_head(target, tmp_path / "head.gguf")
+def test_it_is_made_once_and_again_when_it_is_gone(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A break leaves nothing behind, and only the last ones made are kept."""
 
     def broken_off(*given: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(assembly_module, "as_type", broken_off)
-    with pytest.raises(KeyboardInterrupt):
-        assemble(path, target)
-    assert list(engine_folder().iterdir()) == []
-
-
-def test_only_the_last_made_are_kept(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly_module, "_MOST_KEPT", 2)
     path = write_random_head(target, tmp_path / "head.gguf", n_out=50)
-    places = [assemble(path, target, name * 32) for name in "abc"]
-    assert [place.exists() for place in places] == [False, True, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly_module, "as_type", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            assemble(path, target)
+    assert list(engine_folder().iterdir()) == []
+    place = assemble(path, target, "a" * 32)
+    before, inode = place.read_bytes(), place.stat().st_ino
+    assert assemble(path, target, "a" * 32).stat().st_ino == inode
+    place.unlink()
+    monkeypatch.setattr(assembly_module, "_MOST_KEPT", 2)
+    places = [assemble(path, target, name * 32) for name in "bca"]
+    assert [each.exists() for each in places] == [False, True, True]
+    assert place.read_bytes() == before
+    write_random_head(target, path, n_out=50, seed=1)
+    assert len({*places, engine_file(path, target, "a" * 32)}) == 4
 
 
 def test_a_disk_that_refuses_is_said_in_a_line(target: Path, tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ layer or position differs by more than one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from localspec.backends.base import Context, Model, Piece, SequenceBatch
+from localspec.backends.base import Context, Model, Piece
 from localspec.backends.llama.model import LlamaContext, LlamaModel
 from localspec.errors import Closed, ContextFull, UsageError
 from tests.conftest import Backend, TinyFiles
@@ -76,17 +76,6 @@ def test_logits_do_not_depend_on_what_is_returned(model: Model, names: tuple[str
                 assert all(np.array_equal(forward.hidden[name], before[name]) for name in names)
             plain.truncate(0)
             tapped.truncate(0)
-
-
-def test_names_that_mean_nothing_are_refused_and_others_taken_once(model: Model) -> None:
-    for name in ("layer:3", "layer:-1", "layer:", "layer:01", "Norm", "", "logits"):
-        for make in (model.new_context, lambda n, hidden: model.new_batch(2, n, hidden=hidden)):
-            with pytest.raises(UsageError, match="layer:0 to layer:2"):
-                make(16, hidden=["norm", name])
-    with model.new_context(16, hidden=["norm", "layer:1", "norm"]) as context:
-        assert context.hidden == ("norm", "layer:1")
-        assert set(context.decode([5]).hidden) == {"norm", "layer:1"}
-    assert (model.n_embd, model.n_layers) == (SHAPE.n_embd, 3)
 
 
 # How states leave a llama.cpp engine: by a callback.
@@ -164,7 +153,47 @@ def test_rows_of_any_layout_are_rolled_back_and_named_by_their_tokens(model: Mod
         context.truncate(0)
 
 
-def test_rows_of_a_wrong_kind_are_refused(context: Context) -> None:
+def test_rows_are_moved_whole_after_a_pass_whose_state_could_not_be_taken_out(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the pass is over: when the sequence between two others goes, ik-llama moves the rows behind it."""
+    if not isinstance(model, LlamaModel):
+        pytest.skip("has no callback")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no state")
+
+    first, second, third = (some_tokens(60, seed=seed) for seed in range(3))
+    with model.new_batch(3, 200, n_ctx=120, hidden=EVERY) as batch:
+        batch.decode([Piece(0, first[:30]), Piece(1, second[:40]), Piece(2, third[:20])])
+        with monkeypatch.context() as patch:
+            patch.setattr(model.binding.tensors, "copy", broken)
+            for feed in (lambda: batch[0].decode_first_layers([5], 1), lambda: batch[0].decode([5])):
+                with pytest.raises(RuntimeError, match="no state"):
+                    feed()
+        batch[1].truncate(0)
+        assert agree(model, rows(batch[2], third[20:40]), fresh_rows(model, third[:40], 20))
+        assert agree(model, rows(batch[0], first[30:50]), fresh_rows(model, first[:50], 30))
+
+
+# What is refused, and changes nothing.
+
+
+def test_names_of_no_state_are_refused_and_others_taken_once(model: Model) -> None:
+    for name in ("layer:3", "layer:-1", "layer:01", "Norm", ""):
+        for make in (model.new_context, lambda n, hidden: model.new_batch(2, n, hidden=hidden)):
+            with pytest.raises(UsageError, match="layer:0 to layer:2"):
+                make(16, hidden=["norm", name])
+    with model.new_context(16, hidden=["norm", "layer:1", "norm"]) as context:
+        assert set(context.decode([5]).hidden) == set(context.hidden) == {"norm", "layer:1"}
+        with pytest.raises(UsageError, match="not made to return 'layer:0'"):
+            context.decode_first_layers([5], 1)
+        with pytest.raises(UsageError, match="must lie in"):
+            context.decode_first_layers([384], 2)
+        assert context.tokens == [5]
+
+
+def test_rows_and_numbers_of_layers_that_cannot_be(context: Context) -> None:
     good = EMBEDDING[:3]
     context.decode([5, 6])
     for floats, tokens, words in (
@@ -177,61 +206,12 @@ def test_rows_of_a_wrong_kind_are_refused(context: Context) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             context.decode_floats(floats, tokens)
+    for n_layers in (-1, 0, 3):
+        with pytest.raises(UsageError, match=f"1 to 2 layers, not after {n_layers}"):
+            context.decode_first_layers([5], n_layers)
     with pytest.raises(ContextFull):
         context.decode_floats(np.zeros((255, SHAPE.n_embd), np.float32), [0] * 255)
     assert context.tokens == [5, 6]
     context.close()
     with pytest.raises(Closed):
         context.decode_floats(good, [1, 2, 3])
-
-
-# Passes that end early.
-
-
-def in_the_middle_of(model: Model, leave: Callable[[SequenceBatch], None]) -> None:
-    """Something happens, and then a sequence between two others goes: rows behind it are moved where an engine does."""
-    first, second, third = (some_tokens(60, seed=seed) for seed in range(3))
-    with model.new_batch(3, 200, n_ctx=120, hidden=EVERY) as batch:
-        for _ in range(2):
-            batch[0].truncate(0)
-            batch[2].truncate(0)
-            batch.decode([Piece(0, first[:30]), Piece(1, second[:40]), Piece(2, third[:20])])
-            leave(batch)
-            assert batch[0].n_past == 30
-            batch[1].truncate(0)
-            assert agree(model, rows(batch[2], third[20:40]), fresh_rows(model, third[:40], 20))
-            assert agree(model, rows(batch[0], first[30:50]), fresh_rows(model, first[:50], 30))
-
-
-def test_rows_are_moved_whole_after_a_pass_that_ended_early(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Because only the first layers were wanted, or a state could not be taken out: nothing but the pass is over."""
-
-    def leave(batch: SequenceBatch) -> None:
-        batch[0].decode_first_layers([5, 6], 1)
-        batch[0].truncate(30)
-
-    def leave_broken(batch: SequenceBatch) -> None:
-        def broken(*_: object) -> None:
-            raise RuntimeError("no state")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(model.binding.tensors, "copy", broken)  # type: ignore[attr-defined]
-            for feed in (lambda: batch[0].decode_first_layers([5], 1), lambda: batch[0].decode([5])):
-                with pytest.raises(RuntimeError, match="no state"):
-                    feed()
-
-    in_the_middle_of(model, leave)
-    if isinstance(model, LlamaModel):
-        in_the_middle_of(model, leave_broken)
-
-
-def test_numbers_of_layers_that_cannot_be(model: Model, context: Context) -> None:
-    for n_layers in (-1, 0, 3, 4):
-        with pytest.raises(UsageError, match=f"1 to 2 layers, not after {n_layers}"):
-            context.decode_first_layers([5], n_layers)
-    with model.new_context(16, hidden=("layer:1",)) as other:
-        with pytest.raises(UsageError, match="not made to return 'layer:0'"):
-            other.decode_first_layers([5], 1)
-        with pytest.raises(UsageError, match="must lie in"):
-            other.decode_first_layers([384], 2)
-        assert other.n_past == 0

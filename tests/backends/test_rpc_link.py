@@ -75,22 +75,23 @@ def answer(client: socket.socket) -> bytes:
         return stream.read(size)
 
 
+def connected(link: Link) -> socket.socket:
+    host, port = link.endpoint.split(":")
+    return socket.create_connection((host, int(port)), 10)
+
+
 @contextmanager
 def linked(server: Server) -> Iterator[tuple[Link, socket.socket]]:
     link = Link(server.address)
-    host, port = link.endpoint.split(":")
-    with socket.create_connection((host, int(port)), 10) as client:
+    with connected(link) as client:
         yield link, client
-
-
-def test_a_server_says_what_it_has() -> None:
-    facts = ask(Server().address)
-    assert facts.round_trip_ms > 0
-    assert facts.own_address
 
 
 def test_a_tunnel_to_another_machine_takes_longer_than_this_one() -> None:
     """Both are at an address of this machine's own: what is near is told by the time an answer takes."""
+    facts = ask(Server().address)
+    assert facts.round_trip_ms > 0
+    assert facts.own_address
     for ms, own, near in ((0.1, True, True), (0.1, False, False), (5.0, True, False)):
         assert ServerFacts(ms, own).is_near == near
     assert not ask(Server(waits=0.002).address).is_near
@@ -149,9 +150,8 @@ def test_a_server_that_was_never_there_loses_no_process_either() -> None:
 def test_another_connection_finds_the_server_again() -> None:
     server = Server(dies_at=1)
     link = Link(server.address)
-    host, port = link.endpoint.split(":")
     for expected in (bytes(4), struct.pack("<I", 1)):
-        with socket.create_connection((host, int(port)), 10) as client:
+        with connected(link) as client:
             request(client, 15, b"")
             found = answer(client)
         assert found[2:] == expected[2:]

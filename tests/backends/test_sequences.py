@@ -11,9 +11,9 @@ from localspec.backends.base import Model, Piece, SequenceBatch
 from localspec.backends.llama import model as model_module
 from localspec.backends.llama.binding import MAX_SEQUENCES
 from localspec.backends.llama.model import LlamaSequences, SequencesOrOne
-from localspec.errors import Cancelled, Closed, ContextFull, EngineError, UsageError
+from localspec.errors import Closed, ContextFull, EngineError, UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support.contexts import CROPPED, EVERY, agree, check_next, fresh, some_tokens
+from tests.support.contexts import EVERY, check_next, some_tokens
 
 
 @pytest.fixture
@@ -22,48 +22,26 @@ def batch(model: Model) -> Iterator[SequenceBatch]:
         yield batch
 
 
-def check_feeding(model: Model, batch: SequenceBatch, pieces: list[tuple[int, int]], logits: Any = "all") -> None:
-    """Feed (sequence, how many more tokens), and compare with each alone."""
-    fed = [Piece(i, some_tokens(n, seed=9 * i + batch[i].n_past), logits) for i, n in pieces]
-    for piece, forward in zip(fed, batch.decode(fed), strict=True):
-        text, n = batch[piece.sequence].tokens, len(piece.tokens)
-        wanted = fresh(model, text, 0, batch.hidden)
-        first = len(text) - (n if logits == "all" else 1)
-        assert agree(model, forward.logits, wanted.logits[first:])
-        assert set(forward.hidden) == set(batch.hidden)
-        for name, states in forward.hidden.items():
-            start = first if name in CROPPED else len(text) - n
-            assert agree(model, states, wanted.hidden[name][start:]), name
-
-
 # Room.
 
 
 def test_the_room_is_one(model: Model) -> None:
     with model.new_batch(3, 64, n_ctx=48) as batch:
         assert (batch.n_cells, batch.n_ctx, batch[1].n_ctx, batch.free_cells) == (64, 48, 48, 64)
-        batch[0].decode(some_tokens(40), "none")
-        batch[1].decode(some_tokens(20), "none")
-        assert batch.free_cells == 4
+        batch.decode([Piece(0, some_tokens(40), "none"), Piece(1, some_tokens(20), "none")])
         for feed in (
             lambda: batch[2].decode(some_tokens(5), "none"),
             lambda: batch.decode([Piece(0, [7, 8]), Piece(1, [7]), Piece(2, [7, 8])]),
-            lambda: batch.decode([Piece(2, [7]), Piece(1, [7] * 4)]),
         ):
             with pytest.raises(ContextFull, match="3 sequences holds 64 tokens; 4 are free and 5 more do not fit"):
                 feed()
         with pytest.raises(ContextFull, match="holds 48 tokens; 40 are used and 9 more"):
             batch[0].decode(some_tokens(9), "none")
-        assert [batch[i].n_past for i in range(3)] == [40, 20, 0]
-        batch.decode([Piece(0, [7, 8]), Piece(1, [9]), Piece(2, [7])])
-        assert batch.free_cells == 0
-        batch[0].truncate(10)
-        check_next(model, batch[2], some_tokens(32, seed=3))
         batch[1].close()
-        assert batch.free_cells == 21
+        assert batch.free_cells == 24
         with pytest.raises(Closed):
             batch[1].decode([7])
-        check_next(model, batch[0], some_tokens(21, seed=4))
+        check_next(model, batch[2], some_tokens(24, seed=4))
         assert batch.free_cells == 0
 
 
@@ -97,22 +75,20 @@ def test_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
         batch[1].import_state(state)
     assert batch[1].n_past == 6
     batch[0].import_state(state)  # in its own place
-    check_next(model, batch[0], [9, 8, 7])
     batch[0].truncate(300)
     wrong = type(state)(state.tokens[:40], {name: array[:1] for name, array in state.arrays.items()})
     with pytest.raises(EngineError):
         batch[1].import_state(wrong)
-    assert batch[1].tokens == []
-    assert batch.free_cells == 212
-    check_next(model, batch[1], some_tokens(20, seed=1))
-    check_next(model, batch[0], some_tokens(20, seed=2))
+    assert (batch[1].tokens, batch.free_cells) == ([], 212)
+    for i in range(2):
+        check_next(model, batch[i], some_tokens(20, seed=i))
     batch[1].import_state(type(state)((), {}))
     assert batch.free_cells == 512 - 320
 
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> None:
     with model.new_batch(4, 4 * 96, n_ctx=96, hidden=EVERY) as batch:
-        check_feeding(model, batch, [(0, 9), (1, 90)], "last")
+        batch.decode([Piece(0, some_tokens(9), "last"), Piece(1, some_tokens(90), "last")])
         batch[2].decode(some_tokens(5))
         batch[2].decode_first_layers([5, 6], 1)
         refused: dict[Callable[[], Any], str] = {
@@ -123,47 +99,35 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
             lambda: batch.decode([Piece(-1, [5])]): "not -1",
             lambda: batch.decode([Piece(0, [5, 384])]): r"0\.\.383",
             lambda: batch.decode([Piece(0, [5]), Piece(2, [5])]): "truncate them first",
-            lambda: batch.truncate(0, 10): "",
-            lambda: batch.truncate(0, -1): "",
-            lambda: batch.truncate(4, 0): "",
+            lambda: batch.truncate(0, 10): "cannot truncate",
             lambda: batch.copy_prefix(0, 0, 5): "to itself",
-            lambda: batch.copy_prefix(0, 1, 10): "cannot copy 10 of 9",
             lambda: batch.copy_prefix(2, 1, 6): "cannot copy 6 of 5",
             lambda: batch.copy_prefix(0, 1, -1): "cannot copy -1",
             lambda: batch.copy_prefix(0, 4, 1): "not 4",
-            lambda: batch.copy_prefix(-1, 0, 1): "not -1",
             lambda: model.new_batch(0, 16): "at least 1",
             lambda: model.new_batch(2, 0): "at least 1",
-            lambda: model.new_batch(2, 16, n_ctx=0): "at least 1",
         }
         for use, words in refused.items():
-            with pytest.raises(UsageError, match=words or None):
+            with pytest.raises(UsageError, match=words):
                 use()
         with pytest.raises(ContextFull, match="the context holds 96 tokens; 90 are used and 7 more"):
             batch.decode([Piece(0, [5]), Piece(1, [5] * 7)])
         assert [batch[i].n_past for i in range(4)] == [9, 90, 7, 0]
-        check_feeding(model, batch, [(1, 6), (0, 3)])
+        batch.decode([Piece(1, some_tokens(6)), Piece(0, some_tokens(3))])
+        check_next(model, batch[0], [7])
 
 
-# Long passes, and those that end before their end.
+# The end of a memory, and of a pass.
 
 
-def test_one_sequence_is_stopped_as_a_context_is(model: Model) -> None:
-    with model.new_batch(2, 1000) as batch, model.new_context(1000) as alone:
-        for context in (alone, batch[0]):
-            context.interrupted = lambda: True
-            with pytest.raises(Cancelled):
-                context.decode(some_tokens(600), "none")
-            context.interrupted = None
-        assert batch[0].tokens == alone.tokens == some_tokens(600)[: alone.n_past]
-        assert batch.free_cells == 1000 - alone.n_past
-        check_next(model, batch[0], [5, 6, 7])
-
-
-def test_closing_a_batch_closes_its_sequences(model: Model) -> None:
-    batch = model.new_batch(2, 64)
+def test_closing_a_batch_closes_its_sequences(
+    model: Model, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes none out of the memory first, which may be that of a device that is gone."""
     first = batch[0]
-    first.decode([5])
+    batch.decode([Piece(0, [5, 6]), Piece(1, [7])])
+    if isinstance(batch, LlamaSequences):
+        monkeypatch.setattr(type(first), "empty", lambda self: pytest.fail("a sequence was taken out"))
     batch.close()
     batch.close()
     for use in (
@@ -175,18 +139,6 @@ def test_closing_a_batch_closes_its_sequences(model: Model) -> None:
     ):
         with pytest.raises(Closed):
             use()
-
-
-def test_closing_a_batch_takes_nothing_out_of_its_memory_first(
-    model: Model, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may be that of a device that is gone."""
-    if not isinstance(batch, LlamaSequences):
-        pytest.skip("each sequence has a memory of its own")
-    batch.decode([Piece(0, [5, 6]), Piece(1, [7])])
-    monkeypatch.setattr(type(batch[0]), "empty", lambda self: pytest.fail("a sequence was taken out"))
-    batch.close()
-    assert batch.passes.handle == 0
 
 
 def test_a_pass_whose_rollback_fails_too_fails_as_that_says(
@@ -214,11 +166,9 @@ def test_a_pass_whose_rollback_fails_too_fails_as_that_says(
         assert batch.free_cells == 62
 
 
-def test_llama_engines_feed_them_in_one_pass_and_others_in_turns(
-    backend: Backend, model: Model, batch: SequenceBatch
-) -> None:
-    assert isinstance(batch, LlamaSequences) == ("llama" in backend.name)
-    if "llama" in backend.name:
+def test_llama_engines_feed_them_in_one_pass_and_others_in_turns(model: Model, batch: SequenceBatch) -> None:
+    assert isinstance(batch, LlamaSequences) == ("llama" in model.backend)
+    if "llama" in model.backend:
         with pytest.raises(UsageError, match="at most"):
             model.new_batch(MAX_SEQUENCES + 1, 16)
 
@@ -246,20 +196,19 @@ def check_alone(batch: SequencesOrOne, sequence: int, seed: int, n: int = 5) -> 
 def test_one_goes_to_a_context_of_its_own_and_back(either: SequencesOrOne) -> None:
     """When that is: what is computed there and here is what any order of operations compares."""
     check_alone(either, 2, 0, 40)
-    assert either.apart is either[2]
     check_alone(either, 1, 3, 30)  # in the memory of all, while the other is apart
     assert either.apart is either[2]
-    check_feeding(either.model, either, [(1, 4), (2, 4)])
+    either.decode([Piece(1, some_tokens(4)), Piece(2, some_tokens(4))])
     check_alone(either, 2, 1, 9)  # alone in its pass, but others hold tokens
     assert either.apart is None
     either.truncate(1, 0)
     for seed in range(4):
         check_alone(either, 2, 30 + seed)
+    assert either.apart is either[2]
     state = either[2].export_state()
     either.truncate(2, 0)
     either[1].import_state(state)  # alone: where it is to be computed
     assert either.apart is either[1]
-    check_alone(either, 1, 2)
 
 
 def test_what_cannot_go_back_stays(either: SequencesOrOne, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +222,8 @@ def test_what_cannot_go_back_stays(either: SequencesOrOne, monkeypatch: pytest.M
             either.decode([Piece(0, [5]), Piece(1, [6])])
     assert (either[0].n_past, either[1].n_past, either.apart) == (20, 0, either[0])
     check_alone(either, 0, 1)
-    check_feeding(either.model, either, [(0, 4), (1, 4)])
+    either.decode([Piece(0, some_tokens(4)), Piece(1, some_tokens(4))])
+    check_next(either.model, either[0], [7])
 
 
 def test_where_a_cache_is_of_another_type_all_lie_together(tiny: TinyFiles) -> None:

@@ -180,33 +180,24 @@ def test_sound_engines_pass(fast_backend: Backend, tiny: TinyFiles) -> None:
         assert trust.check_restored(model, "several").mean_kl < 1e-3
 
 
-def test_no_row_is_looked_at_once_its_context_is_closed(
+def test_checks_open_one_context_at_a_time_and_look_at_no_row_of_a_closed_one(
     reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode, rows = ReferenceContext.decode, list[Any]()
+    """Each holds room for logits, of which a GPU that is nearly full has little."""
+    decode, close, rows = ReferenceContext.decode, ReferenceContext.close, list[Any]()
+    opened, most = list[Any](), list[int]()
 
     def noting(context: ReferenceContext, *given: Any) -> Forward:
         forward = decode(context, *given)
         rows.append(forward.logits)
         return forward
 
-    def close(context: ReferenceContext) -> None:
+    def spoiling(context: ReferenceContext) -> None:
         for each in rows:
             each[:] = np.nan
+        close(context)
 
-    monkeypatch.setattr(ReferenceContext, "decode", noting)
-    monkeypatch.setattr(ReferenceContext, "_close", close)
-    with reference.load(tiny.quick.target) as model:
-        assert trust.check_model(model).mean_kl < 1e-6
-
-
-def test_one_context_beside_the_model_is_enough_for_the_check_of_a_batch(
-    reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each holds room for logits, of which a GPU that is nearly full has little."""
-    opened, most = list[Any](), list[int]()
-
-    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*given: Any, **options: Any) -> Any:
             opened.append(make(*given, **options))
             most.append(sum(not each.closed for each in opened))
@@ -214,14 +205,25 @@ def test_one_context_beside_the_model_is_enough_for_the_check_of_a_batch(
 
         return made
 
+    monkeypatch.setattr(ReferenceContext, "decode", noting)
+    monkeypatch.setattr(ReferenceContext, "close", spoiling)
     with reference.load(tiny.quick.target) as model:
         for name in ("new_batch", "new_context"):
-            monkeypatch.setattr(model, name, noting(getattr(model, name)))
-        assert trust.check_batch(model).mean_kl < 1e-6
+            monkeypatch.setattr(model, name, counted(getattr(model, name)))
+        for check in (trust.check_model, trust.check_batch):
+            assert check(model).mean_kl < 1e-6
     assert max(most) == 1
 
 
-def test_a_file_is_checked_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_checked_once_and_an_engine_that_fails_is_asked_again(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object) -> trust.Agreement:
+        raise EngineError("not enough memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "check_branches", fails)
+        assert trust.why_no_branches(model) == "not enough memory"
     said: list[str] = []
     for _ in range(2):
         trust.ensure_batches(model)
@@ -245,16 +247,6 @@ def test_a_verdict_against_it_stays(model: Model, monkeypatch: pytest.MonkeyPatc
     assert found == [trust.why_no_branches(model), trust.why_not_restored(model)]
     assert "gives wrong results for branching drafts" in str(found[0])
     assert "does not go on from a saved memory" in str(found[1])
-
-
-def test_an_engine_that_fails_is_asked_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: object) -> trust.Agreement:
-        raise EngineError("not enough memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trust, "check_branches", fails)
-        assert trust.why_no_branches(model) == "not enough memory"
-    assert trust.why_no_branches(model) is None
 
 
 def test_where_all_is_computed_alike_no_check_is_needed(
@@ -489,7 +481,7 @@ def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And with several sequences only when they are asked for. What dies there is refused here; a child that was killed
-    from outside says nothing of the file."""
+    from outside, or cancelled, says nothing of the file."""
     tried: list[tuple[str, str]] = []
     run = trial.run_child
 
@@ -497,9 +489,13 @@ def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
         tried.append((Path(arguments[0]).name, arguments[-1]))
         return run(code, arguments, tick)
 
-    monkeypatch.setattr(trial, "run_child", lambda *_: -int(signal.SIGTERM))
-    with pytest.raises(UnsupportedModel):
-        ik_llama.load(tiny.hybrid)
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "run_child", lambda *_: -int(signal.SIGTERM))
+        with pytest.raises(UnsupportedModel):
+            ik_llama.load(tiny.hybrid)
+    monkeypatch.setattr(trial, "_POLL_S", 0.0)
+    with pytest.raises(Cancelled):
+        ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
     monkeypatch.setattr(trial, "run_child", counted)
     for _ in range(2):
         ik_llama.load(tiny.bpe).close()
@@ -514,14 +510,6 @@ def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
     monkeypatch.setattr(trial, "run_child", lambda code, arguments, tick: -6 if arguments[-1] == "several" else 0)
     with ik_llama.load(tiny.sliding, n_threads=1) as model, pytest.raises(UnsupportedModel, match="several sequences"):
         model.new_batch(2, 64)
-
-
-@pytest.mark.usefixtures("ik")
-def test_a_trial_can_be_cancelled(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_POLL_S", 0.0)
-    with pytest.raises(Cancelled):
-        ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
-    ik_llama.load(tiny.hybrid).close()
 
 
 @pytest.mark.usefixtures("ik")

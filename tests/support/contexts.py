@@ -72,15 +72,11 @@ def path_to(parents: Sequence[int], at: int) -> list[int]:
     return [] if at < 0 else [*path_to(parents, parents[at]), at]
 
 
-def nothing(n: int) -> None:
-    pass
-
-
 def watch_passes(
     context: Context,
     patch: pytest.MonkeyPatch,
-    before: Callable[[int], None] = nothing,
-    after: Callable[[int], None] = nothing,
+    before: Callable[[int], None] = lambda n: None,
+    after: Callable[[int], None] = lambda n: None,
 ) -> list[int]:
     """From now on, the tokens of every pass; ``before`` and ``after`` each are called with its number, from 1."""
     sizes: list[int] = []
@@ -409,9 +405,8 @@ SHAPE = Shape(n_layer=3, n_head=2, n_head_kv=1)
 
 WEIGHTS = llama_weights(SHAPE, 384)
 EMBEDDING = WEIGHTS["token_embd.weight"]
-WHOLE, CROPPED = ("layer:0", "layer:1"), ("layer:2", "norm")
-EVERY = (*WHOLE, *CROPPED)
-"""The states of ``three_layers``: those with a row for every token, and those with one for each row of logits."""
+EVERY = ("layer:0", "layer:1", "layer:2", "norm")
+"""The states of ``three_layers``."""
 
 
 def three_layers(folder: Path) -> Path:

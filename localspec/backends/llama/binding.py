@@ -69,8 +69,7 @@ class Placed:
         placement.check_file(gguf)
         self.placement, self.links = placement, places.links
         self.used = _used(placement, places, engine)  # devices that the model will use
-        count = gguf.field("block_count", 0)
-        overrides = placement.overrides(count if isinstance(count, int) else 0)
+        overrides = placement.overrides(gguf.whole("block_count"))
         reached = {"CPU", *(place.buffer for place in self.used)}
         for pattern, buffer in overrides:
             if buffer not in places.buffers or buffer not in reached:

@@ -30,8 +30,8 @@ def pooling_of(file: GGUFFile) -> int | None:
 
     None for a file that makes no embeddings, among them those that rank pairs of texts (4).
     """
-    value = file.field("pooling_type", 0)
-    return value if isinstance(value, int) and value in (1, 2, 3) else None
+    value = file.whole("pooling_type")
+    return value if value in (1, 2, 3) else None
 
 
 class EmbeddingModel:
@@ -83,8 +83,8 @@ class EmbeddingModel:
         kind = str(file.metadata.get("tokenizer.ggml.model", ""))
         self._vocab = Vocab(tokens, np.empty(0, np.int32), kind)
         self._pooling = pooling
-        self.n_embd = file.field("embedding_length", 0)
-        if not isinstance(self.n_embd, int) or self.n_embd <= 0:
+        self.n_embd = file.whole("embedding_length")
+        if self.n_embd <= 0:
             raise UnsupportedModel(f"{self.path.name} does not say how many numbers an embedding has")
         if n_ctx is not None and n_ctx > file.n_ctx_train:
             raise UsageError(f"--ctx {n_ctx}: {self.path.name} was trained for texts of {file.n_ctx_train} tokens")

@@ -111,7 +111,7 @@ class ReferenceHeadModel(ReferenceModel):
     def _read_weights(self, file: GGUFFile, target: Model) -> None:
         head, n = self.head, self.head.n_embd
         self.size_bytes, self.n_ctx_train = file.n_bytes, file.n_ctx_train
-        self.hparams = Hyperparameters.from_metadata(file.metadata, file.architecture)
+        self.hparams = Hyperparameters.read(file)
 
         def read(name: str, *shape: int | None) -> Array:
             return read_tensor(file, name, shape)
