@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from localspec import LLM
 from localspec.sampling.sampling import Noise, SamplingParams
+from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, SpecStats, Verdict
 from localspec.spec_decode.verification import verify
+from tests.conftest import TinyFiles
 from tests.support.scripted_llm import Guess, make_round
 from tests.support.trees import draft_tree
 
@@ -135,3 +141,17 @@ def test_of_several_answers_those_without_drafts_count_as_they_went() -> None:
     assert SpecStats.total([plain, plain])["estimated_speedup"] is None
     unknown = stats_of(*[(RIGHT, 115.0)] * 4)
     assert SpecStats.total([drafted, unknown])["estimated_speedup"] is None
+
+
+def test_what_a_drafter_does_at_the_beginning_is_time_of_the_first_round(tiny: TinyFiles) -> None:
+    """Else a comparison of rounds would leave it out."""
+    begin = NgramDrafter.begin
+
+    def slowly(self: NgramDrafter, *args: Any, **options: Any) -> None:
+        time.sleep(0.05)
+        begin(self, *args, **options)
+
+    with LLM(tiny.quick.target, "ngram", backend="reference", idle=False, n_ctx=64) as llm:
+        with patch.object(NgramDrafter, "begin", slowly):
+            first, *_ = llm.generate("one two", SamplingParams(max_tokens=4, ignore_eos=True)).rounds
+    assert first.ms_draft >= 50
