@@ -151,7 +151,7 @@ def test_what_a_drafter_does_at_the_beginning_is_time_of_the_first_round(tiny: T
         time.sleep(0.05)
         begin(self, *args, **options)
 
-    with LLM(tiny.quick.target, "ngram", backend="reference", idle=False, n_ctx=64) as llm:
-        with patch.object(NgramDrafter, "begin", slowly):
-            first, *_ = llm.generate("one two", SamplingParams(max_tokens=4, ignore_eos=True)).rounds
+    options: Any = {"backend": "reference", "idle": False, "n_ctx": 64}
+    with LLM(tiny.quick.target, "ngram", **options) as llm, patch.object(NgramDrafter, "begin", slowly):
+        first, *_ = llm.rounds("one two", SamplingParams(max_tokens=4, ignore_eos=True))
     assert first.ms_draft >= 50
