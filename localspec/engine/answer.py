@@ -207,32 +207,29 @@ class OpenAnswer:
         explanation = self._controller.explain()
         if shared is not None and shared.mean_answers > 1.0:
             explanation += f"\nShared with other answers: on average {shared.mean_answers:.1f} at once."
-        return _replied(pair, job, rounds, stats, job.seconds_waited, explanation)
-
-
-def _replied(
-    pair: Pair, job: Job, rounds: Sequence[Round], stats: SpecStats, waited: float, explanation: str = ""
-) -> Reply:
-    tokens = [token for round_ in rounds for token in round_.emitted]
-    finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
-    return Reply(
-        "".join(round_.text for round_ in rounds),
-        [token.id for token in tokens],
-        finish,
-        stats,
-        pair.name,
-        pair.state.draft_names,
-        pair.target.backend,
-        cancelled_by=job.cancelled_by if finish == "cancelled" else None,
-        tokens=tokens,
-        explanation=explanation,
-        seconds_waited=waited,
-        thinking="".join(round_.thinking for round_ in rounds),
-    )
+        tokens = [token for round_ in rounds for token in round_.emitted]
+        finish: FinishReason = rounds[-1].finish_reason or "cancelled" if rounds else "cancelled"
+        return Reply(
+            "".join(round_.text for round_ in rounds),
+            [token.id for token in tokens],
+            finish,
+            stats,
+            pair.name,
+            pair.state.draft_names,
+            pair.target.backend,
+            cancelled_by=job.cancelled_by if finish == "cancelled" else None,
+            tokens=tokens,
+            explanation=explanation,
+            seconds_waited=job.seconds_waited,
+            thinking="".join(round_.thinking for round_ in rounds),
+        )
 
 
 def never_ran(pair: Pair, job: Job) -> Reply:
-    return _replied(pair, job, [], SpecStats(), time.monotonic() - job.submitted)
+    """Of a request that was cancelled, or late, before its turn."""
+    of_pair = pair.name, pair.state.draft_names, pair.target.backend
+    waited = time.monotonic() - job.submitted
+    return Reply("", [], "cancelled", SpecStats(), *of_pair, job.cancelled_by, seconds_waited=waited)
 
 
 def rounds(

@@ -69,11 +69,6 @@ class Slot:
         return -self.job.priority, self.job.started
 
     @property
-    def is_there(self) -> bool:
-        """Whether its answer is in the memory; else it waits for room."""
-        return self.making is not None and self.aside is None
-
-    @property
     def n_tokens(self) -> int:
         """Tokens that it begins, or goes on, with."""
         if self.making is None:
@@ -286,7 +281,8 @@ class Scheduler:
 
     @property
     def _there(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.is_there]
+        """Those with an answer in the memory; the others wait for room."""
+        return [slot for slot in self._slots if slot.making is not None and slot.aside is None]
 
     def _prepare(self, job: Job) -> None:
         if job not in self._running:

@@ -155,23 +155,21 @@ class DecodingState:
         return [*self.free, *(draft.drafter for draft in self.models)]
 
     @property
-    def usable(self) -> list[Drafter]:
-        drafters = [*self.free, *(draft.drafter for draft in self.models)]
-        return [each for each in drafters if each.info.source not in self.failed]
-
-    @property
     def draft_names(self) -> list[str]:
         """What people call the drafters in use, in the order in which they are asked."""
-        return [self.names[each.info.source] for each in self.usable]
+        return [self.names[each.info.source] for each in self.drafters_for(None)]
 
     def drafters_for(self, names: Sequence[str] | None, *, predicted: bool = False) -> list[Drafter]:
-        """The drafters of one request: of these names, or all; n-grams too where the answer is ``predicted``.
+        """The drafters of one request that have not failed: of these names, or all; n-grams too where the answer is
+        ``predicted``.
         ``UsageError``: no such drafter is loaded."""
         known = list(self.names.values())
         unknown = [name for name in names or () if name not in known]
         if unknown:
             raise UsageError(f"no drafter {unknown[0]!r} is loaded; there is {', '.join(known) or 'none'}")
-        chosen = [each for each in self.usable if names is None or self.names[each.info.source] in names]
+        loaded = [*self.free, *(draft.drafter for draft in self.models)]
+        usable = [each for each in loaded if each.info.source not in self.failed]
+        chosen = [each for each in usable if names is None or self.names[each.info.source] in names]
         if predicted and not any(drafter.info.source == NGRAM for drafter in chosen) and (chosen or names is None):
             chosen.insert(0, NgramDrafter())
         return chosen
@@ -188,7 +186,7 @@ class DecodingState:
         """A controller for one request: ``auto``, or a fixed number of tokens (0: plain); ``drafters``: those that take
         part, None is all. ``predicted``: whether the answer is likely to repeat a text that came with the request."""
         target_times = shared or self.times
-        drafters = self.usable if drafters is None else drafters
+        drafters = self.drafters_for(None) if drafters is None else drafters
         if draft_length != "auto" or not drafters:
             return FixedController(0 if draft_length == "auto" else int(draft_length), target_times, drafters)
         infos = [drafter.info for drafter in drafters]
