@@ -318,22 +318,6 @@ def test_close_finishes_what_waits(tiny: TinyFiles) -> None:
     assert [len(stream.reply.token_ids) for stream in streams] == [24] * 3
 
 
-def test_a_dropped_llm_is_collected_and_its_thread_ends(tiny: TinyFiles) -> None:
-    llm = LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=256)
-    llm.generate("x", GREEDY)
-    thread, context, alive = llm.run(lambda pair: threading.current_thread()), llm.inspect().context, weakref.ref(llm)
-    del llm
-
-    def collected() -> bool:
-        gc.collect()  # not at the first time, where the worker is just putting the last request away
-        return alive() is None
-
-    wait_until(collected)
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-    assert context.closed
-
-
 def test_a_load_is_cancelled_from_any_thread(tiny: TinyFiles) -> None:
     cancel = threading.Event()
     said: list[str] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from localspec import LLM, SamplingParams
@@ -17,33 +19,22 @@ def engine(request: pytest.FixtureRequest) -> str:
     return open_backend(request.param).name
 
 
-@pytest.fixture
-def flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Further rows cost nothing."""
-    monkeypatch.setattr(fit_module, "row_ms", lambda times: 0.0)
-
-
-def test_where_rows_are_cheap_drafts_branch(engine: str, tiny: TinyFiles, flat: None) -> None:
-    """``test_any_drafter`` compares answers with branches with plain ones."""
-    with LLM(tiny.quick.target, draft=None, backend=engine, n_ctx=128, n_threads=1) as llm:
-        assert llm.run(lambda pair: pair.why_chains) is None
-        assert llm.run(lambda pair: pair.context.can_branch)
-
-
-def test_where_rows_are_dear_drafts_are_chains(engine: str, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nothing is checked either, and contexts are as they ever were."""
-    monkeypatch.setattr(trust_module, "check_branches", None)
-    monkeypatch.setattr(fit_module, "row_ms", lambda times: times(1))
-    with LLM(tiny.quick.target, draft=None, backend=engine, n_ctx=128, n_threads=1) as llm:
-        assert "a further row of a pass costs 1.00 of a token" in str(llm.run(lambda pair: pair.why_chains))
-        assert not llm.run(lambda pair: pair.context.can_branch)
-
-
-def test_an_engine_that_is_wrong_drafts_chains_and_says_so(
-    engine: str, tiny: TinyFiles, flat: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("row", "check", "why"),
+    [
+        (0.0, trust_module.check_branches, None),
+        (1.0, None, "a further row of a pass costs 1.00 of a token"),  # then nothing is checked either
+        (0.0, lambda model: trust_module.Agreement(0.5, 0.0), "gives wrong results for branching drafts"),
+    ],
+)
+def test_drafts_branch_where_rows_are_cheap_and_the_engine_is_right(
+    engine: str, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, row: float, check: Any, why: str | None
 ) -> None:
-    monkeypatch.setattr(trust_module, "check_branches", lambda model: trust_module.Agreement(0.5, 0.0))
+    """``test_any_drafter`` compares answers with branches with plain ones."""
+    monkeypatch.setattr(trust_module, "check_branches", check)
+    monkeypatch.setattr(fit_module, "row_ms", lambda times: row * times(1))
     with LLM(tiny.quick.target, draft=["ngram"], backend=engine, n_ctx=128, n_threads=1) as llm:
-        assert "gives wrong results for branching drafts" in str(llm.run(lambda pair: pair.why_chains))
-        assert not llm.run(lambda pair: pair.context.can_branch)
+        found = llm.run(lambda pair: pair.why_chains)
+        assert found is None if why is None else why in found
+        assert llm.run(lambda pair: pair.context.can_branch) == (why is None)
         assert llm.generate("one two", PARAMS).token_ids

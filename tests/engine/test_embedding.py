@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localspec.backends import reference, unavailable_reason
+from localspec.backends import reference
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import Closed, PromptTooLong, UnsupportedModel, UsageError
+from tests.conftest import open_backend
 from tests.support.embedders import (
     CLS,
     FIRST,
@@ -33,8 +34,7 @@ CLOSE = 1e-3
 
 @pytest.fixture(autouse=True)
 def _engine() -> None:
-    if (reason := unavailable_reason("llama-cpp")) is not None:
-        pytest.skip(reason)
+    open_backend("llama-cpp")
 
 
 @pytest.mark.parametrize("pooling", [MEAN, FIRST, LAST])
@@ -44,9 +44,7 @@ def test_an_encoder_computes_what_numpy_does(pooling: int, tmp_path: Path) -> No
     assert (tokens[0], tokens[-1]) == (CLS, SEP)
     assert [WORDS[token] for token in tokens[1:-1]] == ["▁the", "▁cat", "s", "▁sat", "▁on", "▁a", "▁mat", "▁."]
     text = [*tokens, *[6, 7, 8, 9, 10, 11] * 4][:N_CTX]
-    for n in range(
-        N_CTX, 0, -1
-    ):  # of every length, since kernels are chosen by it; and nothing is left of the one before
+    for n in range(N_CTX, 0, -1):  # kernels are chosen by the length; and nothing is left of the text before
         text = text[:n]
         row = model.embed(text)
         assert row.shape == (N_EMBD,)

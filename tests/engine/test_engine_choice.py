@@ -108,6 +108,10 @@ def test_on_a_quiet_machine_it_is_the_faster_one_if_by_enough(
 ) -> None:
     assert order(tiny.bpe) == NAMES
     assert not compare(tiny.bpe, monkeypatch, slower).provisional
+    for name, rate in ((USUAL, 1.0), (OTHER, slower)):  # both curves are kept
+        engine: Any = Engine(name, tiny.bpe, Machine(lambda n, width: 1.0), rate)
+        times = curves().get(curve_key(engine, "f16"))
+        assert (times.noisy, times(1)) == (False, pytest.approx(42.5 * rate))
     assert order(tiny.bpe)[0] == taken
     assert order(tiny.bpe, on_gpu=True) == NAMES
     assert order(tiny.bpe, kv_type="q8_0") == NAMES
@@ -178,15 +182,6 @@ def test_what_another_version_kept_is_not_read(tiny: TinyFiles, monkeypatch: pyt
         assert order(tiny.bpe) == NAMES
 
 
-def test_both_curves_are_kept(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(tiny.bpe, monkeypatch, 0.5)
-    for name, slower in ((USUAL, 1.0), (OTHER, 0.5)):
-        engine: Any = Engine(name, tiny.bpe, Machine(lambda n, width: 1.0), slower)
-        times = curves().get(curve_key(engine, "f16"))
-        assert not times.noisy
-        assert times(1) == pytest.approx(42.5 * slower)
-
-
 def test_what_is_said_of_it_is_said_once_and_names_the_way_back(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,15 +215,14 @@ def avx512(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_what_a_compiled_engine_gains_is_estimated_from_measured_passes(
     avx512: SimpleNamespace, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
+    model, other, on_gpu = (
+        Engine(name, tiny.bpe, Machine(lambda n, width: 1.0), 1.0) for name in ("ik-llama", "llama-cpp", "ik-llama")
+    )
+    on_gpu.capabilities = SimpleNamespace(device="gpu")
     found = compiled_gain(model, PassTimes(DEAR))
     assert found == ("AVX512-VNNI", pytest.approx(2.0), pytest.approx(10.0))
     assert compiled_gain(model, PassTimes(DEAR, noisy=True)) is None  # provisional
-    other: Any = Engine("llama-cpp", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
-    assert compiled_gain(other, PassTimes(DEAR)) is None
-    on_gpu: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
-    on_gpu.capabilities = SimpleNamespace(device="gpu")
-    assert compiled_gain(on_gpu, PassTimes(DEAR)) is None
+    assert compiled_gain(other, PassTimes(DEAR)) is compiled_gain(on_gpu, PassTimes(DEAR)) is None
     avx512.lib.llama_print_system_info = lambda: AVX2 + b"AVX512_VNNI = 1 | "  # compiled already
     assert compiled_gain(model, PassTimes(DEAR)) is None
     avx512.lib.llama_print_system_info = lambda: AVX2

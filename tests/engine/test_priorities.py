@@ -13,6 +13,7 @@ from localspec import LLM, SamplingParams
 from localspec.engine import scheduler as scheduler_module
 from localspec.engine.scheduler import Scheduler, SharedMemory
 from tests.conftest import TinyFiles
+from tests.support.memory import check_only_conversations_are_held
 from tests.support.waiting import Brake
 
 N_CTX = 192
@@ -116,7 +117,7 @@ def test_one_that_waits_for_room_does_not_block_a_higher_priority(llm: LLM, even
     assert "pauses" not in {event for event, _ in events}
 
 
-def test_one_that_was_put_aside_does_not_block_a_higher_priority(
+def test_one_that_outgrows_its_estimate_is_put_aside_and_does_not_block_a_higher_priority(
     llm: LLM, events: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "RESERVED", 8)
@@ -138,3 +139,4 @@ def test_one_that_was_put_aside_does_not_block_a_higher_priority(
     came.set()
     assert [stream.reply.token_ids for stream in streams][:N_PARALLEL] == alone
     assert events.index(("begins", 1)) < events.index(("resumes", 0))
+    llm.run(check_only_conversations_are_held)

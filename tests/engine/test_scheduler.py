@@ -13,8 +13,6 @@ from localspec import LLM, LocalspecError, SamplingParams
 from localspec.backends.base import Forward, Piece, SequenceBatch
 from localspec.controllers import batching as batching_module
 from localspec.controllers.batching import LEAST_ROWS, STALL, SharedPasses
-from localspec.engine import scheduler
-from localspec.engine import scheduler as scheduler_module
 from localspec.errors import EngineError
 from tests.conftest import TinyFiles
 from tests.support.memory import check_only_conversations_are_held, passes_of
@@ -85,27 +83,6 @@ def test_plain_decoding_is_estimated_for_answers_that_had_no_company(llm: LLM) -
         other, one = llm.rounds("lo", params), llm.rounds("la la", params)
     assert one.reply.stats["estimated_speedup"] is None
     assert other.reply.stats["estimated_speedup"] is None
-    check_nothing_is_left(llm)
-
-
-def test_an_answer_that_outgrows_its_estimate_is_put_aside_and_resumes(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = [SamplingParams(max_tokens=170, temperature=1.0, seed=i, ignore_eos=True) for i in range(N_PARALLEL)]
-    alone = [llm.generate("la la", each).token_ids for each in params]
-    monkeypatch.setattr(scheduler_module, "RESERVED", 8)
-    aside = []
-    put_aside = scheduler.SharedMemory.put_aside
-
-    def recorded(self: Any, answer: Any) -> None:
-        aside.append(answer)
-        put_aside(self, answer)
-
-    monkeypatch.setattr(scheduler.SharedMemory, "put_aside", recorded)
-    with Brake(llm, after=0):  # they begin together
-        streams = [llm.rounds("la la", each, draft_length=0) for each in params]  # all go on at one pace
-    assert [stream.reply.token_ids for stream in streams] == alone
-    assert aside
     check_nothing_is_left(llm)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,35 +42,6 @@ def asked(i: int) -> tuple[str, SamplingParams, dict[str, Any]]:
     return f"{i} " + "la la lo " * (1 + i % 5), params, {"draft_length": 1 + i % 4}
 
 
-@pytest.fixture(scope="module", params=["model", "chained", "early-exit"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def open_llm(kind: str, tiny: TinyFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
-    folder = tmp_path_factory.mktemp("home")
-    draft: Any = {"model": tiny.quick.draft, "early-exit": "early-exit:1"}.get(kind)
-    draft = draft or f"head:{write_random_head(tiny.quick.target, folder / f'{kind}.gguf', kind)}"  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(folder))
-        yield lambda **options: LLM(
-            tiny.quick.target, draft=draft, backend="reference", n_ctx=N_CTX, prefix_cache_bytes=0, **options
-        )
-
-
-@pytest.fixture(scope="module")
-def alone(open_llm: Callable[..., LLM]) -> list[Reply]:
-    with open_llm() as llm:
-        return [llm.generate(text, params, **options) for text, params, options in map(asked, range(16))]
-
-
-@pytest.fixture(scope="module")
-def llm(open_llm: Callable[..., LLM]) -> Iterator[LLM]:
-    with open_llm(parallel=N_PARALLEL) as loaded:
-        yield loaded
-
-
 def memory_of(llm: LLM) -> SequenceBatch:
     return llm.inspect().state.models[0].memory.batch
 
@@ -86,15 +57,25 @@ def counts(reply: Reply) -> Any:
     }
 
 
-def test_each_drafts_and_says_what_it_does_alone(llm: LLM, alone: list[Reply], monkeypatch: pytest.MonkeyPatch) -> None:
-    fed = target_passes(llm, monkeypatch)
-    with Brake(llm, after=0):  # they begin together
-        streams = [llm.rounds(text, params, **options) for text, params, options in map(asked, range(16))]
-    assert [counts(stream.reply) for stream in streams] == list(map(counts, alone))
+@pytest.mark.parametrize("kind", ["model", "chained", "early-exit"])
+def test_each_drafts_and_says_what_it_does_alone(
+    kind: Any, tiny: TinyFiles, measured_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft: Any = {"model": tiny.quick.draft, "early-exit": "early-exit:1"}.get(kind)
+    draft = draft or f"head:{write_random_head(tiny.quick.target, tmp_path / 'head.gguf', kind)}"
+    options: Any = {"draft": draft, "backend": "reference", "n_ctx": N_CTX, "prefix_cache_bytes": 0}
+    questions = [asked(i) for i in range(16)]
+    with LLM(tiny.quick.target, **options) as llm:
+        alone = [llm.generate(text, params, **given) for text, params, given in questions]
+    with LLM(tiny.quick.target, parallel=N_PARALLEL, **options) as llm:
+        fed = target_passes(llm, monkeypatch)
+        with Brake(llm, after=0):  # they begin together
+            streams = [llm.rounds(text, params, **given) for text, params, given in questions]
+        assert [counts(stream.reply) for stream in streams] == list(map(counts, alone))
+        assert llm.warnings == []
     drafted = [sum(len(piece.tokens) > 1 for piece in pieces if piece.logits == "all") for pieces in fed]
     assert max(drafted) == N_PARALLEL
     assert sum(reply.stats["num_accepted_tokens"] for reply in alone) > 0
-    assert llm.warnings == []
 
 
 # What only draft models have.
