@@ -40,7 +40,6 @@ from tests.support.waiting import PATIENCE, Brake, held, wait_until
 pytestmark = pytest.mark.usefixtures("measured_home")
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

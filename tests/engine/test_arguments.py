@@ -1,4 +1,4 @@
-"""Arguments of the Python API: every odd value works or is refused in one line, and leaves no thread behind."""
+"""Arguments of the Python API: every odd value works or is refused in one line."""
 
 from __future__ import annotations
 
@@ -39,15 +39,6 @@ def in_one_line(call: Callable[[], Any]) -> None:
         said = str(error)
     assert "\n" not in said
     assert len(said) < 700
-
-
-@pytest.fixture
-def no_new_threads() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -63,16 +63,13 @@ def test_a_draft_model_that_cannot_pay_is_left_out_and_then_not_even_loaded(tiny
     assert open_with(tiny, str(tiny.quick.draft)) == ([tiny.quick.draft.stem], [])
 
 
-def test_one_that_pays_is_used_and_one_of_which_too_little_is_known(tiny: TinyFiles, loads: list[str]) -> None:
+def test_one_that_pays_is_used_and_one_of_which_too_little_is_known_here(
+    tiny: TinyFiles, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calibrate(tiny, CHEAP)
     assert open_with(tiny) == (["ngram", tiny.quick.draft.stem], [])
     calibrate(tiny, DEAR, noisy=True)  # beside other programs, or of a few passes
     assert open_with(tiny, idle=True) == (["ngram", tiny.quick.draft.stem], [])
-
-
-def test_it_is_tried_again_where_the_machine_is_another(
-    tiny: TinyFiles, loads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     calibrate(tiny, DEAR)
     assert open_with(tiny)[0] == ["ngram"]
     monkeypatch.setattr("localspec.controllers.calibration.cpu_name", lambda: "another CPU")

@@ -32,35 +32,32 @@ def choice(tiny: TinyFiles, curve: str, n_ctx: int = 8192, available: int = PLEN
     return choose_parallel(model, PassTimes(dict(CURVES[curve]), growth=GROWTH), n_ctx, available)
 
 
-def test_as_many_as_gain_throughput(tiny: TinyFiles) -> None:
-    assert choice(tiny, "ik").n == 3  # more rows pass over more cells, too
-    assert choice(tiny, "llama.cpp").n == 4  # 5 rows take 170 ms, 4 take 125
+@pytest.mark.parametrize(
+    ("curve", "options", "n", "why"),
+    [
+        ("ik", {}, 3, "times the tokens of one"),  # more rows pass over more cells, too
+        ("llama.cpp", {}, 4, "times the tokens of one"),  # 5 rows take 170 ms, 4 take 125
+        ("gpu", {"n_ctx": 1024}, 2, "there is room for no more than 2"),
+        ("gpu", {"n_ctx": 1 << 20, "available": 100_000}, 1, "3 contexts of 1,048,576 tokens take"),
+        ("linear", {}, 1, "a pass over several takes as long here as theirs one after the other"),
+        ("gpu", {"batches": False}, 1, "it computes one conversation of this model at a time"),
+        ("gpu", {"keeps_kv_type": False}, 1, "in 16 bits, and a f16 cache was asked for"),
+    ],
+)
+def test_as_many_as_gain_throughput_and_have_memory(
+    tiny: TinyFiles, curve: str, options: dict[str, Any], n: int, why: str
+) -> None:
+    found = choice(tiny, curve, **options)
+    assert found.n == n
+    assert why in found.reason
+
+
+def test_more_where_rows_are_cheaper(tiny: TinyFiles) -> None:
     assert choice(tiny, "gpu").n > choice(tiny, "ik").n
     assert choice(tiny, "ik", own_cells=True).n > choice(tiny, "ik").n
-    assert "times the tokens of one" in choice(tiny, "gpu").reason
-
-
-def test_where_it_gains_nothing_it_is_one(tiny: TinyFiles) -> None:
-    assert choice(tiny, "linear") == ParallelChoice(
-        1, "a pass over several takes as long here as theirs one after the other"
-    )
-    assert choice(tiny, "gpu", batches=False) == ParallelChoice(
-        1, "it computes one conversation of this model at a time"
-    )
-
-
-def test_no_more_than_there_is_memory_for(tiny: TinyFiles) -> None:
-    assert choice(tiny, "gpu", n_ctx=1024) == ParallelChoice(2, choice(tiny, "gpu", n_ctx=1024).reason)
-    assert "there is room for no more than 2" in choice(tiny, "gpu", n_ctx=1024).reason
-    short = choice(tiny, "gpu", n_ctx=1 << 20, available=100_000)
-    assert short.n == 1
-    assert "3 contexts of 1,048,576 tokens take" in short.reason
 
 
 def test_a_cache_of_another_type_that_was_asked_for_is_kept(tiny: TinyFiles) -> None:
-    assert choice(tiny, "gpu", keeps_kv_type=False) == ParallelChoice(
-        1, "it keeps values of several conversations in 16 bits, and a f16 cache was asked for"
-    )
     for engine, keeps in (("llama-cpp", True), ("ik-llama", False)):
         with open_backend(engine).load(tiny.bpe, n_threads=1, kv_type="q8_0") as model:
             assert model.capabilities.keeps_kv_type is keeps

@@ -66,6 +66,9 @@ def test_no_step_reads_more_than_one_piece_and_none_once_a_request_waits(
 ) -> None:
     with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=512, draft_length=2, idle=False) as llm:
         pair = llm.inspect()
+        llm.read_ahead([SYSTEM])
+        assert llm.wait_idle(SOON)
+        assert [len(context.tokens) for context in pair.contexts] == [0, 0]  # without idle work
         (draft,) = [context for context in pair.contexts if context is not pair.context]
         llm.generate("the cat sat on the mat and then " * 12, PARAMS)
         reading = ReadAhead(pair)
@@ -82,10 +85,3 @@ def test_no_step_reads_more_than_one_piece_and_none_once_a_request_waits(
         seen = llm.run(lambda pair: read())
         assert sum(seen) == len(pair.conversation)
         assert len(seen) > 2
-
-
-def test_without_idle_work_nothing_is_read(tiny: TinyFiles) -> None:
-    with LLM(tiny.pair.target, tiny.pair.draft, backend="reference", n_ctx=512, idle=False) as llm:
-        llm.read_ahead([SYSTEM])
-        assert llm.wait_idle(SOON)
-        assert [len(context.tokens) for context in llm.inspect().contexts] == [0, 0]

@@ -140,25 +140,14 @@ def test_priorities_that_make_no_sense_are_refused(llm: LLM, priority: Any) -> N
         llm.rounds("la", priority=priority)
 
 
-# What belongs to one answer stays its own.
-
-
-def test_an_explanation_is_of_the_answer_that_it_comes_with(llm: LLM) -> None:
-    off = "Guessing is off."
-    with Brake(llm, after=0) as brake:
-        first = llm.rounds("la la lo la la lo", SHORT)
-        second = llm.rounds("lo", LONG, drafters=[])  # begins last, and ends last
-        brake.release()
-        assert off not in first.reply.explanation
-        assert off in second.reply.explanation
-
-
-def test_the_conversation_last_worked_on_is_that_of_the_answer_that_ended_last(llm: LLM) -> None:
+def test_what_belongs_to_one_answer_stays_its_own(llm: LLM) -> None:
+    """Its explanation; and the conversation last worked on is that of the answer that ended last."""
     short, long = llm.tokenize("la la lo la la lo"), llm.tokenize("lo la lo")
     with Brake(llm, after=0) as brake:
-        first = llm.rounds(long, LONG)
-        second = llm.rounds(short, SHORT, keep_tokens=3)
+        first = llm.rounds(long, LONG, drafters=[])
+        second = llm.rounds(short, SHORT, keep_tokens=3)  # begins last
         brake.release()
         assert second.reply.finish_reason == first.reply.finish_reason == "length"
-        said = first.reply.token_ids
-    assert llm.run(lambda pair: list(pair.conversation)) == [*long, *said]
+    assert "Guessing is off." in first.reply.explanation
+    assert "Guessing is off." not in second.reply.explanation
+    assert llm.run(lambda pair: list(pair.conversation)) == [*long, *first.reply.token_ids]
