@@ -15,8 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-posix_only = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for Python is a shell script")
-
 STUB = """#!/bin/sh
 # Stands for the interpreter of a virtual environment that is up to date: pip takes note, all else is answered.
 case "$*" in
@@ -170,7 +168,7 @@ def test_windows_asks_the_launcher_too(script: ModuleType, monkeypatch: pytest.M
     assert Path(environment.program("localspec")) == ROOT / ".venv/Scripts/localspec.exe"
 
 
-@posix_only
+@pytest.mark.skipif(sys.platform == "win32", reason="there Python cannot send SIGINT to its parent")
 def test_on_windows_the_program_is_waited_for_and_ctrl_c_is_left_to_it(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,10 +77,6 @@ def test_what_cannot_be_embedded_is_an_error(tmp_path: Path) -> None:
         model.embed([6])
     with pytest.raises(UsageError, match="--ctx 64"):
         EmbeddingModel(path, n_ctx=64)
-
-
-def test_other_files_and_engines_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="no embedding model"):
-        EmbeddingModel(write_llama(tmp_path / "llama.gguf"))
-    with pytest.raises(UnsupportedModel, match="no embedding model"):
-        EmbeddingModel(write_bert(tmp_path / "ranker.gguf", RANK))
+    for other in (write_llama(tmp_path / "llama.gguf"), write_bert(tmp_path / "ranker.gguf", RANK)):
+        with pytest.raises(UnsupportedModel, match="no embedding model"):
+            EmbeddingModel(other)
