@@ -149,11 +149,11 @@ class Turns:
     """Whose turn it is among workers that share the cores: one round, or one step of idle work, at a time.
 
     Turns are given in the order in which they are asked for, so that two models that answer alternate. While
-    some are ``answering`` a request, the others do no idle work.
+    ``n_answering`` workers have a request, the others do no idle work.
     """
 
     def __init__(self) -> None:
-        self.answering = set[Worker]()
+        self.n_answering = 0
         self._changed = threading.Condition()
         self._n_asked = self._n_done = 0
 
@@ -169,6 +169,16 @@ class Turns:
             with self._changed:
                 self._n_done += 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        with self._changed:
+            self.n_answering += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.n_answering -= 1
 
 
 CancelledBy = Literal["caller", "deadline"]
@@ -535,12 +545,10 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            job = self.queue.get(lambda: self.idle.pause(others_answer=bool(self.turns.answering)))
+            job = self.queue.get(lambda: self.idle.pause(others_answer=self.turns.n_answering > 0))
             if job is not None:
                 self.running.append(job)
-                with answering(self._home), ExitStack() as ended:
-                    self.turns.answering.add(self)
-                    ended.callback(self.turns.answering.discard, self)
+                with answering(self._home), self.turns.answering():
                     run = Job.run if self.batch is None or job.request is None else self.batch
                     run(job)
                     self.running.clear()
