@@ -12,7 +12,7 @@ from localspec import LLM, SamplingParams
 from localspec.spec_decode.drafters.base import Controller, Drafter
 from tests.conftest import TinyFiles
 
-MOST_FILES, MOST_FUNCTIONS = 25, 162
+MOST_FILES, MOST_FUNCTIONS = 25, 149
 PASS = ["SpeculativeDecoder.decode", "answer"]
 """The frames above the target's pass, of an answer alone: no generator, and the decoder's own among them."""
 
