@@ -565,7 +565,7 @@ def distill(
     verbose: bool = VERBOSE,
 ) -> int:
     """Train a draft head for a model on this machine. Ctrl-C stops it; --resume continues."""
-    from localspec.commands.distill.command import distill_command
+    from localspec.commands.distill import distill_command
 
     return distill_command(
         model, html, verbose=verbose, minutes=minutes, seed=seed, begin_with=begin_with, resume=resume,

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from localspec.commands.distill import command
-from localspec.commands.distill.command import RunDisplay, finished_report, unfinished_report
+from localspec.commands import distill as command
+from localspec.commands.distill import RunDisplay, finished_report, unfinished_report
 from localspec.heads.card import CurvePoint, HeadCard, TargetFacts, Training
 from localspec.heads.file import heads_folder
 from localspec.heads.training.distill import Distilled, Worth
