@@ -43,8 +43,7 @@ REAL_MODELS = {
     "gemma3-270m": "gemma-3-270m-q4_k_m.gguf",
 }
 
-REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())
-"""Read before ``isolated_home`` hides it."""
+REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())  # Read before ``isolated_home`` hides it
 
 
 ONCE_PER_FILE = ("calibration", "digests", "drafts", "engines", "repacked", "trials", "trust")

@@ -22,8 +22,7 @@ from tests.fuzz.gguf_cases import BASES, CASES, SHARES, Builder
 from tests.fuzz.target import Check, Target
 from tests.support import ggufs
 
-SILENCE_S = 120.0
-"""Without an answer for so long, the engine hangs: a load of these files takes milliseconds."""
+SILENCE_S = 120.0  # Without an answer for so long, the engine hangs: a load of these files takes milliseconds
 
 MAX_PEAK_KB = 2 << 20
 

@@ -15,29 +15,21 @@ from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError
 
-MAX_CPU_S = 20.0
-"""CPU time that one case may take: hundreds of times what any honest one needs, on any machine."""
+MAX_CPU_S = 20.0  # CPU time that one case may take: hundreds of times what any honest one needs, on any machine
 
 Check = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One surface.
+    """One surface."""
 
-    Attributes:
-        name: for the report.
-        cases: a strategy; the repr of a case must say all that is needed to build it again.
-        opened: makes the check, given a folder for files; closed when the run is over.
-        in_suite: how many cases ``test_fuzz`` tries; 0 where another test does.
-        missing: why the target cannot be run here, or None.
-    """
-
-    name: str
-    cases: st.SearchStrategy[Any]
+    name: str  # for the report
+    cases: st.SearchStrategy[Any]  # a strategy; the repr of a case must say all that is needed to build it again
+    # makes the check, given a folder for files; closed when the run is over
     opened: Callable[[Path], AbstractContextManager[Check]]
-    in_suite: int
-    missing: Callable[[], str | None] = lambda: None
+    in_suite: int  # how many cases ``test_fuzz`` tries; 0 where another test does
+    missing: Callable[[], str | None] = lambda: None  # why the target cannot be run here, or None
 
 
 def one_line(error: BaseException, kind: type[BaseException] = LocalspecError) -> str:

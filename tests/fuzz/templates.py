@@ -17,8 +17,7 @@ from localspec.prompts.templates import CHATML, ChatTemplate
 from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, table
 
 MAX_BYTES = 512 << 20
-CANARY = "canary-5d1f"
-"""Stands in the environment of the process, where no template may read it."""
+CANARY = "canary-5d1f"  # Stands in the environment of the process, where no template may read it
 
 MESSAGES: list[dict[str, Any]] = table("templates", "MESSAGES")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]

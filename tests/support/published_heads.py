@@ -15,8 +15,7 @@ import numpy as np
 from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
 from tests.support.ggufs import Weights, metadata_of, named, norms, sizes, write_gguf
 
-GAIN = 8.0
-"""How much larger the states of a tiny EAGLE-3 head are than embeddings."""
+GAIN = 8.0  # How much larger the states of a tiny EAGLE-3 head are than embeddings
 
 
 def whole(file: GGUFFile, name: str) -> Any:

@@ -31,39 +31,25 @@ from localspec.sampling.sampling import largest_ids
 
 T = TypeVar("T")
 
-_HASHED = bytes(12_000)
-"""Hashing it takes some ten microseconds."""
+_HASHED = bytes(12_000)  # Hashing it takes some ten microseconds
 
-N_BASE = 16
-"""Rows that all others are made of: more than a processor's cache holds, of 152k logits."""
+N_BASE = 16  # Rows that all others are made of: more than a processor's cache holds, of 152k logits
 
-CERTAIN = 0.97
-"""Probability that the target gives to its most probable token."""
+CERTAIN = 0.97  # Probability that the target gives to its most probable token
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What passes take, and what a draft knows.
+    """What passes take, and what a draft knows."""
 
-    Attributes:
-        ms: of a pass over one token.
-        ms_row: of each further token.
-        device: what ``Capabilities.device`` says.
-        right: probability that the most probable token is the target's; None is the target itself.
-        second: where it is not, the probability that the second is.
-        n_vocab: width of a row of logits; 0 is that of the file.
-        best: whether it hands out only the largest logits of a row where these are enough, as a device can.
-        spins: whether a wait keeps the processor busy, other threads of the process left alone.
-    """
-
-    ms: float
-    ms_row: float = 0.0
-    device: str = "gpu"
-    right: float | None = None
-    second: float = 0.5
-    n_vocab: int = 0
-    best: bool = False
-    spins: bool = False
+    ms: float  # of a pass over one token
+    ms_row: float = 0.0  # of each further token
+    device: str = "gpu"  # what ``Capabilities.device`` says
+    right: float | None = None  # probability that the most probable token is the target's; None is the target itself
+    second: float = 0.5  # where it is not, the probability that the second is
+    n_vocab: int = 0  # width of a row of logits; 0 is that of the file
+    best: bool = False  # whether it hands out only the largest logits of a row where these are enough, as a device can
+    spins: bool = False  # whether a wait keeps the processor busy, other threads of the process left alone
 
     def wait(self, seconds: float) -> None:
         """So long, or a little less."""
