@@ -36,7 +36,7 @@ from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import EmittedToken, Span
 from localspec.spec_decode.verification import STREAM_TARGET
-from tests.fuzz.target import Check, Target, Timed
+from tests.fuzz.target import Check, Target, timed
 from tests.support.gguf_vocabs import spm_vocab
 from tests.support.ggufs import Shape, correlated_pair, write_llama
 from tests.support.heads import write_random_head
@@ -471,7 +471,7 @@ def _opened(engine: str, folder: Path) -> Iterator[Check]:
     world = World(engine, folder)
 
     def check(case: Case) -> None:
-        with Timed("the answers", 60.0):
+        with timed("the answers", 60.0):
             world.check(case)
 
     try:

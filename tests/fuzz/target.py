@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,18 +43,15 @@ def one_line(error: BaseException, kind: type[BaseException] = LocalspecError) -
     return line
 
 
-class Timed:
+@contextmanager
+def timed(what: str, seconds: float = MAX_CPU_S) -> Iterator[None]:
     """Fails if its block takes an unreasonable CPU time."""
-
-    def __init__(self, what: str, seconds: float = MAX_CPU_S) -> None:
-        self._what, self._seconds = what, seconds
-
-    def __enter__(self) -> None:
-        self._started = time.process_time()
-
-    def __exit__(self, *exc: object) -> None:
-        took = time.process_time() - self._started
-        assert took < self._seconds, f"{self._what} took {took:.1f} s of CPU time"
+    started = time.process_time()
+    try:
+        yield
+    finally:
+        took = time.process_time() - started
+        assert took < seconds, f"{what} took {took:.1f} s of CPU time"
 
 
 def peak_bytes() -> int:

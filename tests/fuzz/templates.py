@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError, TemplateError
 from localspec.prompts.templates import CHATML, ChatTemplate
-from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, table
+from tests.fuzz.target import Check, Target, one_line, peak_bytes, table, timed
 
 MAX_BYTES = 512 << 20
 CANARY = "canary-5d1f"  # Stands in the environment of the process, where no template may read it
@@ -129,7 +129,7 @@ def _opened(folder: Path) -> Iterator[Check]:
         for render in (template.render, template.render_segments):
             before = peak_bytes()
             try:
-                with Timed("rendering"):
+                with timed("rendering"):
                     rendered = render(messages, tools=tools)
                 assert CANARY not in str(rendered)
             except LocalspecError as error:

@@ -60,27 +60,21 @@ def write_gemma4(
 
 
 def write_assistant(
-    target: Path,
-    path: Path,
+    target: Path,  # what it drafts for
+    path: Path,  # where to write the assistant
     *,
+    # of each of its layers whether it reads the keys and values of the model's last layer with a window, or those of
+    # its last without
     pattern: Sequence[bool] = (True, True, False),
+    # metadata that replaces the usual, by names without the architecture; None leaves a key out
     extra: Mapping[str, Any] | None = None,
-    drop: Sequence[str] = (),
-    seed: int = 1,
+    drop: Sequence[str] = (),  # tensors to leave out
+    seed: int = 1,  # of the random weights
 ) -> Path:
     """An assistant for a file of ``write_gemma4``.
 
     It goes by the last token's embedding, as the target mostly does, in a narrower space; somewhat by the state, and by
     what its layers find in the target's keys and values.
-
-    Args:
-        target: what it drafts for.
-        path: where to write the assistant.
-        pattern: of each of its layers whether it reads the keys and values of the model's last layer with a window, or
-            those of its last without.
-        extra: metadata that replaces the usual, by names without the architecture; None leaves a key out.
-        drop: tensors to leave out.
-        seed: of the random weights.
     """
     vocab, rng = bpe_vocab(), np.random.default_rng(seed)
     with GGUFFile(target) as file:

@@ -27,17 +27,18 @@ def whole(file: GGUFFile, name: str) -> Any:
 def write_eagle3(
     target: Path,
     out: Path,
-    layers: tuple[int, ...] = (1, 2, 3),
+    layers: tuple[int, ...] = (1, 2, 3),  # of the target, whose inputs are fused
+    # tokens that it can guess, chosen at random and in no order; None for all, without a token map
     n_out: int | None = None,
     *,
-    own_embeddings: bool = False,
+    own_embeddings: bool = False,  # own_embeddings, own_output: whether it has these matrices, or takes the target's
     own_output: bool = True,
-    tokens: bool = True,
+    tokens: bool = True,  # whether its file names the target's tokens
     seed: int = 0,
-    noise: float = 0.02,
-    extra: Mapping[str, Any] | None = None,
-    drop: tuple[str, ...] = (),
-    ids: Sequence[int] | None = None,
+    noise: float = 0.02,  # relative to the weights
+    extra: Mapping[str, Any] | None = None,  # metadata that replaces or adds to the usual; None leaves a key out
+    drop: tuple[str, ...] = (),  # tensors to leave out
+    ids: Sequence[int] | None = None,  # the token map as it is to be in the file, right or wrong
     n_head_kv: int = 4,
     tensor_type: str = "F32",
 ) -> Path:
@@ -45,16 +46,6 @@ def write_eagle3(
 
     Its state is GAIN times the embedding of the token before; its attention looks at the last token and puts that
     token's embedding in the place of the older one.
-
-    Args:
-        layers: of the target, whose inputs are fused.
-        n_out: tokens that it can guess, chosen at random and in no order; None for all, without a token map.
-        own_embeddings, own_output: whether it has these matrices, or takes the target's.
-        tokens: whether its file names the target's tokens.
-        noise: relative to the weights.
-        extra: metadata that replaces or adds to the usual; None leaves a key out.
-        drop: tensors to leave out.
-        ids: the token map as it is to be in the file, right or wrong.
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     embedding, name = of.embedding, of.name

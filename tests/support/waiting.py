@@ -47,13 +47,10 @@ class Brake:
     Args:
         llm: whose engine.
         after: passes that are let through, the reading of the prompt included.
-
-    Attributes:
-        n_passes: of the target so far.
     """
 
     def __init__(self, llm: LLM, after: int = 5) -> None:
-        self.n_passes = 0
+        self.n_passes = 0  # of the target so far
         self._llm, self._after = llm, after
         self._reached, self._released = threading.Event(), threading.Event()
 
