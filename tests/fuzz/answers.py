@@ -189,16 +189,8 @@ class Asked:
 
 
 class World:
-    """The files of one engine, and the target alone.
-
-    Args:
-        engine: of ``ENGINES``.
-        folder: for files.
-
-    Attributes:
-        n_answers: how many were compared.
-        accepted: sources of draft tokens that were accepted.
-    """
+    """The files of one engine, and the target alone; how many answers were compared, and which sources had draft
+    tokens accepted."""
 
     def __init__(self, engine: str, folder: Path) -> None:
         self.engine, self.folder = engine, folder

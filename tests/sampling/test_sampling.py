@@ -86,11 +86,6 @@ def dense(d: Distribution, n: int) -> np.ndarray:
     return p
 
 
-def exponential(noise: Noise, position: int, ids: Any, stream: int = 0) -> Any:
-    """The standard exponential numbers that a draw compares, one per token id [n]."""
-    return -np.log(noise.uniforms(position, ids, stream))
-
-
 class TestChain:
     @settings(max_examples=150, deadline=None)
     @given(
@@ -259,7 +254,7 @@ class TestLargeVocabulary:
         probs = np.maximum(dense_chain(row, [], SamplingParams(temperature=temperature)), 1e-300)
         law = distribution(row, [], SamplingParams(temperature=temperature))
         for seed in range(40):
-            times = exponential(Noise(seed), seed + 3, np.arange(n)) / probs
+            times = -np.log(Noise(seed).uniforms(seed + 3, np.arange(n))) / probs
             assert law.sample(Noise(seed), seed + 3) == int(np.argmin(times))
 
     @pytest.mark.parametrize("depth", [0.6, 4.0])

@@ -526,27 +526,17 @@ def write_glm(
 ) -> Path:
     """A GLM 4.5 in small: a dense layer, then two of experts, and layers for multi-token prediction.
 
-    ``own``: whether these have embeddings and an output matrix of their own, experts are chosen with a bias, and
-    queries and keys are normalised.
+    ``own``: whether these have embeddings and an output matrix of their own, and queries and keys are normalised.
     """
     parts, vocab = Parts(seed), vocab or bpe_vocab()
     trunk = parts.trunk(len(vocab))
 
-    def experts() -> Weights:
-        weights = {"ffn_gate_inp.weight": parts.matrix(N_EXPERT, N)}
-        weights |= {f"ffn_{part}_exps.weight": parts.stack(N_EXPERT, N_FF, N) for part in ("gate", "up")}
-        weights |= {f"ffn_{part}_shexp.weight": parts.matrix(N_FF, N) for part in ("gate", "up")}
-        weights["ffn_down_exps.weight"] = parts.stack(N_EXPERT, N, N_FF, parts.residual)
-        weights["ffn_down_shexp.weight"] = parts.matrix(N, N_FF, parts.residual)
-        return weights | {"exp_probs_b.bias": np.zeros(N_EXPERT, np.float32)}
-
     def layer(i: int) -> Weights:
         block = norms("attn_norm", "post_attention_norm") | parts.attention()
         block |= {f"attn_{part}.bias": parts.uniform(-0.1, 0.1, len(block[f"attn_{part}.weight"])) for part in "qkv"}
-        block |= (experts() if i else parts.dense()) | (parts.mtp() if i >= 3 else {})
+        block |= (parts.experts() if i else parts.dense()) | (parts.mtp() if i >= 3 else {})
         if own:
             block |= {f"attn_{part}_norm.weight": parts.uniform(0.7, 1.3, D_HEAD) for part in "qk"}
-            block |= {name: parts.uniform(-0.3, 0.3, N_EXPERT) for name in block if name.startswith("exp_probs_b")}
         if own and i >= 3:
             scaled = {"embed_tokens": N**0.5, "shared_head_head": 3.0}
             block |= {f"nextn.{name}.weight": parts.matrix(len(vocab), N, scale) for name, scale in scaled.items()}

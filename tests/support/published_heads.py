@@ -99,13 +99,13 @@ def write_dflash(
     block_size: int = 5,
     own_embeddings: bool = False,
     own_output: bool = False,
-    markov: bool = False,
-    from_anchor: bool = True,
-    confidence: bool = False,
-    selector: int = 0,
-    causal: bool | None = None,
-    windows: Sequence[bool] | None = None,
-    n_layers: int = 2,
+    markov: bool = False,  # DSpark: with matrices that correct a row by the guess before it
+    from_anchor: bool = True,  # of DSpark, whether the row of the last token guesses the next one
+    confidence: bool = False,  # of DSpark, whether it estimates how sure it is
+    selector: int = 0,  # DFlash2: how many candidates of a row are scored by that of the row before
+    causal: bool | None = None,  # whether rows see those before them only; None leaves that to the engine
+    windows: Sequence[bool] | None = None,  # which of its layers look back a few rows only; None for all of them far
+    n_layers: int = 2,  # those after the first have small random weights
     seed: int = 0,
     noise: float = 0.02,
     extra: Mapping[str, Any] | None = None,
@@ -115,17 +115,6 @@ def write_dflash(
 
     Its masks look at the token before the block's first one, which most keys are made to allow, and somewhat at the
     states before it; and take over its embedding, so that the first guess is often right and others are at times.
-
-    Args:
-        own_embeddings, own_output: whether it has these matrices, or takes the target's.
-        markov: DSpark: with matrices that correct a row by the guess before it.
-        from_anchor: of DSpark, whether the row of the last token guesses the next one.
-        confidence: of DSpark, whether it estimates how sure it is.
-        selector: DFlash2: how many candidates of a row are scored by that of the row before.
-        causal: whether rows see those before them only; None leaves that to the engine, which takes it for no.
-        windows: which of its layers look back a few rows only; None for all of them far.
-        n_layers: how many; those after the first have small random weights.
-        extra, drop, others: as for ``write_eagle3``.
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     n_vocab, n = of.embedding.shape

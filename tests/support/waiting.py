@@ -42,11 +42,7 @@ class Brake:
     """Stops an engine between two passes of its target, so that a test decides what happens in the middle of an answer.
 
     It gives way when it is released, or when the request has been told to stop: how many passes there were then shows
-    whether the engine heeded that.
-
-    Args:
-        llm: whose engine.
-        after: passes that are let through, the reading of the prompt included.
+    whether the engine heeded that. ``after`` passes are let through, the reading of the prompt included.
     """
 
     def __init__(self, llm: LLM, after: int = 5) -> None:

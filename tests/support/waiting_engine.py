@@ -62,13 +62,7 @@ class Timing:
 
 
 class WaitingModel(Model):
-    """See the module's docstring.
-
-    Attributes:
-        seconds: spent in passes so far.
-        cpu_seconds: of these, time of the processor.
-        nominal_ms: what these passes should have lasted.
-    """
+    """See the module's docstring."""
 
     def __init__(self, path: Path, timing: Timing) -> None:
         with GGUFFile(path) as file:
@@ -78,7 +72,8 @@ class WaitingModel(Model):
         self.backend, self.engine, self.n_threads = "reference", f"waiting {timing.ms:g} ms", 1
         self.capabilities = Capabilities(batch_invariant=True, device=timing.device)
         self.n_vocab = max(timing.n_vocab, self.vocab.n_tokens)
-        self.seconds = self.cpu_seconds = self.nominal_ms = 0.0
+        self.seconds = self.cpu_seconds = 0.0  # spent in passes so far, and of these, time of the processor
+        self.nominal_ms = 0.0  # what these passes should have lasted
         self.named = [token for token in range(self.vocab.n_tokens) if token < 256 and token not in self.vocab.eog]
         noise = np.random.default_rng(0).standard_normal((N_BASE, self.n_vocab), dtype=np.float32)
         self.base = 2.0 * noise
