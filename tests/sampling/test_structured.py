@@ -19,7 +19,7 @@ from localspec.backends import reference
 from localspec.commands.options import RunOptions, answer_form
 from localspec.errors import EngineUnavailable, UsageError
 from localspec.model_files.vocab import Vocab
-from localspec.sampling.constraint import Constraint, constraint_for
+from localspec.sampling.constraint import constraint_for
 from localspec.sampling.grammar import grammar_of
 from localspec.spec_decode.rounds import Round
 from tests.conftest import TinyFiles
@@ -59,12 +59,6 @@ def vocab(tiny: TinyFiles) -> Iterator[Vocab]:
         yield model.vocab
 
 
-def fresh(vocab: Vocab, params: SamplingParams = PARAMS) -> Constraint:
-    made = constraint_for(params, vocab)
-    assert made is not None
-    return made
-
-
 def answer(llm: LLM, params: SamplingParams, **options: Any) -> tuple[str, list[int], str, list[Round]]:
     with llm.rounds("a cat", params, **options) as stream:
         rounds = list(stream)
@@ -72,8 +66,9 @@ def answer(llm: LLM, params: SamplingParams, **options: Any) -> tuple[str, list[
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_answers_are_valid_and_drafting_changes_nothing(llm: LLM, vocab: Vocab, seed: int) -> None:
-    """Random weights say nonsense, so whatever is valid here is valid because of the mask."""
+def test_answers_are_valid_and_drafting_changes_nothing(llm: LLM, seed: int) -> None:
+    """Random weights say nonsense, so whatever is valid here is valid because of the mask; see ``test_structured_law``
+    for drafts."""
     base = replace(PARAMS, seed=seed, temperature=[0.0, 0.7, 3.0][seed % 3], top_k=[0, 40][seed % 2])
     if seed % 4 == 0:
         base = replace(base, repeat_penalty=1.2, logit_bias={40: 2.0})
@@ -81,24 +76,11 @@ def test_answers_are_valid_and_drafting_changes_nothing(llm: LLM, vocab: Vocab, 
     jsonschema.validate(json.loads(plain[0]), PERSON)
     assert plain[2] == "stop"
     for length in (1, 5, "auto"):
-        drafted = answer(llm, base, draft_length=length)
-        assert drafted[:3] == plain[:3]
-        check_drafts(vocab, base, drafted[3])
+        assert answer(llm, base, draft_length=length)[:3] == plain[:3]
     free = replace(PARAMS, temperature=[0.5, 2.0][seed % 2])  # here the draft model's guesses are sampled from a q
     text, _, _, rounds = answer(llm, free, draft_length=4)
     jsonschema.validate(json.loads(text), PERSON)
-    check_drafts(vocab, free, rounds)
     assert any(guess.dist is not None for round_ in rounds for guess in round_.draft)
-
-
-def check_drafts(vocab: Vocab, params: SamplingParams, rounds: list[Round]) -> None:
-    """No guess that was sent to the target breaks the grammar, and the tokens that came out do not."""
-    constraint = fresh(vocab, params)
-    for round_ in rounds:
-        assert constraint.n_legal(round_.draft.ids) == len(round_.draft)
-        for token in round_.emitted:
-            assert constraint.n_legal([token.id]) == 1
-            constraint.settle(token.id)
 
 
 def test_forced_text_is_drafted(llm: LLM) -> None:
@@ -124,7 +106,8 @@ def test_the_mask_allows_what_the_bytes_allow(vocab: Vocab) -> None:
     assert grammar is not None
     bytewise = byte_matcher(grammar)
     rng, n_checked = random.Random(2), 0
-    constraint = fresh(vocab)
+    constraint = constraint_for(PARAMS, vocab)
+    assert constraint is not None
     while not constraint.complete:
         mask = constraint.allowed(vocab.n_tokens + 3)  # logits can be wider than the vocabulary
         assert not mask[-3:].any()

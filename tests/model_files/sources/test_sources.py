@@ -311,7 +311,7 @@ def test_parts_that_came_are_not_fetched_again(wheels: list[Path], monkeypatch: 
     monkeypatch.setenv("PIP_INDEX_URL", serve_index(server, wheels))
     last = f"/files/{wheels[2].name}"
     content = server.files.pop(last)
-    with pytest.raises(DownloadError, match="Acme.model_part3") as caught:
+    with pytest.raises(DownloadError, match=r"Acme\.model_part3") as caught:
         pull(entry(WHEELS))
     assert "\n" not in str(caught.value)
     assert not entry().present
