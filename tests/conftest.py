@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,7 @@ REAL_MODELS = {
     "gemma3-270m": "gemma-3-270m-q4_k_m.gguf",
 }
 
-REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())
-"""Read before ``isolated_home`` hides it."""
+REAL_FOLDER = Path(os.environ.get("LOCALSPEC_TEST_MODELS") or models_dir())  # Read before ``isolated_home`` hides it
 
 
 ONCE_PER_FILE = ("calibration", "digests", "drafts", "engines", "repacked", "trials", "trust")
@@ -117,97 +115,59 @@ class FailuresAtOnce:
 class TinyFiles:
     """Model files of a few hundred kilobytes, each written when it is first asked for."""
 
+    spm: Path  # SentencePiece vocabulary, F32: the engines agree on it to a few thousandths of a logit
+    bpe: Path  # byte-level BPE with ChatML's special tokens, Q8_0
+    pair: ggufs.Pair  # target and draft with one BPE vocabulary; the draft is right about two times in three
+    quick: ggufs.Pair  # a pair for the reference backend that takes 0.1 ms a token
+    fim: ggufs.Pair  # as ``quick``, with Qwen's tokens of fill-in-the-middle
+    micro: Path  # five tokens; reference backend only
+    micro_draft: Path  # a draft for ``micro`` that is a different model
+    sliding: Path  # a Gemma 3 with a window of 32 tokens
+    recurrent: Path  # a Mamba: its memory cannot be rewound
+    convolutions: Path  # an LFM2: some layers keep the last rows of a convolution, the others keys and values
+    hybrid: Path  # a Qwen 3.5: some layers keep a state that cannot be rewound, the others keys and values
+    trap: Path  # a sound file that ik-llama computes wrongly in wide passes
+    experts: Path  # a mixture of four experts, F32
+    tokenizer_only: Path
+    embedding: Path
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @cached_property
-    def spm(self) -> Path:
-        """SentencePiece vocabulary, F32: the engines agree on it to a few thousandths of a logit."""
-        return ggufs.write_llama(self.folder / "tiny-spm-f32.gguf")
+    def __getattr__(self, name: str) -> Any:
+        if name not in TINY_FILES:
+            raise AttributeError(name)
+        made = TINY_FILES[name](self.folder / f"tiny-{name}.gguf")
+        setattr(self, name, made)
+        return made
 
-    @cached_property
-    def bpe(self) -> Path:
-        """Byte-level BPE with ChatML's special tokens, Q8_0."""
-        return ggufs.write_llama(
-            self.folder / "tiny-bpe-q8_0.gguf", vocab=ggufs.bpe_vocab(), seed=3, tensor_type="Q8_0"
-        )
 
-    @cached_property
-    def pair(self) -> ggufs.Pair:
-        """Target and draft with one BPE vocabulary; the draft is right about two times in three."""
-        return ggufs.correlated_pair(self.folder)
-
-    @cached_property
-    def quick(self) -> ggufs.Pair:
-        """A pair for the reference backend that takes 0.1 ms a token."""
-        return ggufs.correlated_pair(self.folder, ggufs.bpe_vocab(300), shape=ggufs.QUICK, name="quick")
-
-    @cached_property
-    def fim(self) -> ggufs.Pair:
-        """As ``quick``, with Qwen's tokens of fill-in-the-middle."""
-        return ggufs.correlated_pair(self.folder, fim_vocab(), shape=ggufs.QUICK, name="fim")
-
-    @cached_property
-    def micro(self) -> Path:
-        """Five tokens; reference backend only."""
-        return ggufs.micro_model(self.folder / "tiny-micro.gguf", 5)
-
-    @cached_property
-    def micro_draft(self) -> Path:
-        """A draft for ``micro`` that is a different model."""
-        return ggufs.micro_model(self.folder / "tiny-micro-draft.gguf", 5, seed=5)
-
-    @cached_property
-    def sliding(self) -> Path:
-        """A Gemma 3 with a window of 32 tokens."""
-        return ggufs.write_sliding_window(self.folder / "tiny-gemma3.gguf", window=32)
-
-    @cached_property
-    def recurrent(self) -> Path:
-        """A Mamba: its memory cannot be rewound."""
-        return ggufs.write_mamba(self.folder / "tiny-mamba.gguf")
-
-    @cached_property
-    def convolutions(self) -> Path:
-        """An LFM2: some layers keep the last rows of a convolution, the others keys and values."""
-        return TinyFile("lfm2").write(self.folder / "tiny-lfm2.gguf")
-
-    @cached_property
-    def hybrid(self) -> Path:
-        """A Qwen 3.5: some layers keep a state that cannot be rewound, the others keys and values."""
-        return ggufs.write_hybrid(self.folder / "tiny-qwen35.gguf")
-
-    @cached_property
-    def trap(self) -> Path:
-        """A sound file that ik-llama computes wrongly in wide passes."""
-        return ggufs.write_trap(self.folder / "tiny-trap-q4_1.gguf")
-
-    @cached_property
-    def experts(self) -> Path:
-        """A mixture of four experts, F32."""
-        return ggufs.write_experts(self.folder / "tiny-experts-f32.gguf")
-
-    @cached_property
-    def tokenizer_only(self) -> Path:
-        return ggufs.write_tokenizer_only(self.folder / "tiny-vocab-only.gguf")
-
-    @cached_property
-    def embedding(self) -> Path:
-        return write_bert(self.folder / "tiny-bert.gguf")
+TINY_FILES: dict[str, Callable[[Path], Path | ggufs.Pair]] = {
+    "spm": ggufs.write_llama,
+    "bpe": lambda path: ggufs.write_llama(path, vocab=ggufs.bpe_vocab(), seed=3, tensor_type="Q8_0"),
+    "pair": lambda path: ggufs.correlated_pair(path.parent),
+    "quick": lambda path: ggufs.correlated_pair(path.parent, ggufs.bpe_vocab(300), shape=ggufs.QUICK, name="quick"),
+    "fim": lambda path: ggufs.correlated_pair(path.parent, fim_vocab(), shape=ggufs.QUICK, name="fim"),
+    "micro": lambda path: ggufs.micro_model(path, 5),
+    "micro_draft": lambda path: ggufs.micro_model(path, 5, seed=5),
+    "sliding": ggufs.write_sliding_window,
+    "recurrent": ggufs.write_mamba,
+    "convolutions": TinyFile("lfm2").write,
+    "hybrid": ggufs.write_hybrid,
+    "trap": ggufs.write_trap,
+    "experts": ggufs.write_experts,
+    "tokenizer_only": ggufs.write_tokenizer_only,
+    "embedding": write_bert,
+}
 
 
 class Backend:
-    """One engine under test.
-
-    Attributes:
-        name: its catalogue name.
-        load: its loader.
-        exact: whether logits must be equal to the bit however tokens are grouped into passes.
-    """
+    """One engine under test."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.load: Callable[..., Model] = engine_module(name).load
+        # Logits must be equal to the bit, however tokens are grouped into passes.
         self.exact = name == "reference"
 
     def __repr__(self) -> str:

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.fuzz.target import Check
 from tests.fuzz.targets import TARGETS
+
+
+@pytest.fixture
+def check(name: str, tmp_path: Path) -> Iterator[Check]:
+    target = TARGETS[name]
+    if (reason := target.missing()) is not None:
+        pytest.skip(reason)
+    with target.opened(tmp_path) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.in_suite])
 @pytest.mark.filterwarnings("ignore")
-def test_fuzzed_cases_hold(name: str, tmp_path: Path) -> None:
-    target = TARGETS[name]
-    reason = target.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with target.opened(tmp_path) as check:
+def test_fuzzed_cases_hold(name: str, check: Check) -> None:
+    @settings(
+        max_examples=TARGETS[name].in_suite,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(TARGETS[name].cases)
+    def run(case: Any) -> None:
+        check(case)
 
-        @settings(
-            derandomize=True,
-            max_examples=target.in_suite,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
-        )
-        @given(target.cases)
-        def run(case: Any) -> None:
-            check(case)
-
-        run()
+    run()
 
 
 @pytest.mark.parametrize(
@@ -48,10 +50,5 @@ def test_fuzzed_cases_hold(name: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_fuzzing_found_holds(name: str, changes: list[Any], tmp_path: Path) -> None:
-    target = TARGETS[name]
-    reason = target.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with target.opened(tmp_path) as check:
-        check(("bpe", changes))
+def test_what_fuzzing_found_holds(name: str, changes: list[Any], check: Check) -> None:
+    check(("bpe", changes))

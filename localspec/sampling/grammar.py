@@ -358,7 +358,8 @@ class _Writer:
             case Choice(options):
                 return "(" + " | ".join(self.expression(each, in_lexeme=in_lexeme) for each in options) + ")"
             case Repeat(body, least, most):
-                return f"({self.expression(body, in_lexeme=in_lexeme)}){_times(least, most)}"
+                times = f"{{{least},{'' if most is None else most}}}"
+                return f"({self.expression(body, in_lexeme=in_lexeme)}){times}"
 
     def grouped(self, sequence: Sequence) -> tuple[Node, ...]:
         """The parts, with the longest runs that can be one lexeme made one part."""
@@ -417,11 +418,8 @@ class _Writer:
             case Rule(name):
                 return name in self.regular and self.prefix_free(self.rules[name])
             case Choice(options):
-                if not all(map(self.prefix_free, options)):
-                    return False
-                if all(isinstance(option, Chars) for option in options):
-                    return True
-                return not any(_meet(self.first(a), self.first(b)) for i, a in enumerate(options) for b in options[:i])
+                firsts = map(self.first, options)
+                return all(map(self.prefix_free, options)) and not any(_meet(a, b) for a, b in combinations(firsts, 2))
             case Repeat(body, least, most):
                 return least == most and least > 0 and self.prefix_free(body)
             case Sequence(parts):
@@ -459,11 +457,6 @@ def _regular(rules: Mapping[str, Node]) -> set[str]:
 
 def _meet(a: Ranges, b: Ranges) -> bool:
     return any(low <= its_high and its_low <= high for low, high in a for its_low, its_high in b)
-
-
-def _times(least: int, most: int | None) -> str:
-    known = {(0, None): "*", (1, None): "+", (0, 1): "?", (least, least): f"{{{least}}}"}
-    return known.get((least, most)) or f"{{{least},{'' if most is None else most}}}"
 
 
 def _regex(chars: Chars) -> str:

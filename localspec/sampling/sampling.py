@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from typing import Any
@@ -150,20 +150,6 @@ class Noise:
     def uniforms(self, position: int, ids: Ids, stream: int = 0) -> Probs:
         """Numbers in (0, 1), one per token id [n]."""
         u = np.empty(len(ids))
-        for start, bits in self._bits(position, ids, stream):
-            u[start : start + len(bits)] = bits
-        u += 0.5
-        u *= 2.0**-52
-        return u
-
-    def at_least(self, bound: float, position: int, ids: Ids, stream: int = 0) -> Ids:
-        """Places in ``ids`` whose numbers reach a bound, and perhaps some that are 2^-51 less."""
-        least = np.uint64(max(0, math.floor(bound * 2.0**52) - 1))
-        found = [start + np.flatnonzero(bits >= least) for start, bits in self._bits(position, ids, stream)]
-        return np.concatenate(found)
-
-    def _bits(self, position: int, ids: Ids, stream: int) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
-        """52 bits for each token id, in pieces: (start of the piece, its bits)."""
         key = np.uint64(self._key(position, stream))
         for start in range(0, len(ids), PIECE):
             x = ids[start : start + PIECE].astype(np.uint64)
@@ -176,7 +162,10 @@ class Noise:
             x ^= x >> np.uint64(31)
             # 52 bits: with one more the largest number would round to 1, whose logarithm is 0.
             x >>= np.uint64(12)
-            yield start, x
+            u[start : start + PIECE] = x
+        u += 0.5
+        u *= 2.0**-52
+        return u
 
 
 def _mix_int(x: int) -> int:
@@ -185,10 +174,6 @@ def _mix_int(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
     return x ^ (x >> 31)
-
-
-_PIECE = 4 * PIECE
-_SHARE = 1 / 1024
 
 
 class Distribution:
@@ -212,16 +197,12 @@ class Distribution:
         """The softmax of a row of many logits [n], ``top`` the largest of them, at a temperature over 0; ``ids`` None
         is 0, 1, 2, …"""
         n = len(row)
-        padded = np.empty(n + -n % _BLOCK, dtype=np.float32)
-        factor = np.float32(1.0 / max(temperature, 1e-30))  # what is less is 0 in single precision
+        padded = np.zeros(n + -n % _BLOCK, dtype=np.float32)
+        weights = padded[:n]
         with np.errstate(over="ignore"):
-            for start in range(0, n, _PIECE):
-                logits = row[start : start + _PIECE]
-                weights = padded[start : start + len(logits)]
-                np.subtract(logits, np.float32(top), out=weights)
-                weights *= factor
-                np.exp(weights, out=weights)
-        padded[n:] = 0.0
+            np.subtract(row, np.float32(top), out=weights)
+            weights *= np.float32(1.0 / max(temperature, 1e-30))  # what is less is 0 in single precision
+            np.exp(weights, out=weights)
         return cls._of_weights(all_ids(n) if ids is None else ids, padded)
 
     @classmethod
@@ -257,30 +238,17 @@ class Distribution:
         """Draw a token, with the randomness of (seed, position, stream).
 
         With a seed by the Gumbel-max trick, addressed by token id, so that similar laws agree on the token: argmin of
-        e/p with e exponential. Without a seed by inverse transform sampling, which hashes one number.
+        e/p with e = -log u exponential. Without a seed by inverse transform sampling, which hashes one number.
         """
         if len(self.ids) == 1:
             return int(self.ids[0])
         if noise.fresh:
             return self._looked_up(noise.uniform(position, stream))
-        at = slice(None) if len(self.ids) <= PIECE else self._not_beaten(noise, position, stream)
-        ids, weights = self.ids[at], self.weights[at]
+        scores = noise.uniforms(position, self.ids, stream)
         with np.errstate(divide="ignore", over="ignore"):
-            times = -np.log(noise.uniforms(position, ids, stream)) / weights
-        return int(ids[int(np.argmin(times))])
-
-    def _not_beaten(self, noise: Noise, position: int, stream: int) -> Ids:
-        """Increasing places of a few tokens, among them the one with the least e/p: the most probable ones set a time
-        to beat, and as e = -log u is at least 1 - u, all others need a u close to 1."""
-        share = self.total * _SHARE
-        leaders = np.flatnonzero(self.weights >= share)
-        if not len(leaders):
-            leaders = np.array([int(np.argmax(self.weights))])
-            share = float(self.weights[leaders[0]])
-        with np.errstate(over="ignore"):
-            times = -np.log(noise.uniforms(position, self.ids[leaders], stream)) / self.weights[leaders]
-        near = noise.at_least(1.0 - share * float(times.min()), position, self.ids, stream)
-        return np.union1d(leaders, near)
+            np.log(scores, out=scores)
+            scores /= self.weights
+        return int(self.ids[int(np.argmax(scores))])
 
     def _looked_up(self, share: float) -> int:
         """The token at which the weights, block by block, sum to more than this share [0, 1) of all."""
@@ -310,8 +278,7 @@ class Distribution:
 
     def _whole_minus(self, other: Distribution) -> Distribution:
         n = len(self.ids)
-        padded = np.empty(n + -n % _BLOCK, dtype=np.float32)
-        padded[n:] = 0.0
+        padded = np.zeros(n + -n % _BLOCK, dtype=np.float32)
         rest = padded[:n]
         scale = self.total / other.total
         if other.ids is self.ids:
@@ -336,7 +303,6 @@ def _place(cumulated: Probs, at: float) -> int:
 _DRAFT_DEPTH = 8.0
 _COLDEST = 1e-30  # Least temperature: at lower ones all but the most probable have no probability in double precision
 
-_FEW = 256
 _N_IDS = 1 << 31  # of more no engine knows
 
 # Most that may be added to a logit, and most times that it may be taken: finite in single precision, both at once.
@@ -605,9 +571,8 @@ def _cut(ids: Ids, probs: Probs, min_p: float) -> Distribution:
 def _nucleus(probs: Probs | Row, top_p: float) -> Ids:
     """Increasing positions of the fewest weights that sum to at least ``top_p``; the first among equals."""
     largest = probs.max()  # sorting a whole vocabulary takes 10 ms, and what is near the largest mostly suffices
-    few = len(probs) < _FEW
-    for depth in (math.inf,) if few else (4.0, 8.0, 12.0, math.inf):
-        near = all_ids(len(probs)) if few else np.flatnonzero(probs >= largest * math.exp(-depth))
+    for depth in (4.0, 8.0, 12.0, math.inf):
+        near = np.flatnonzero(probs >= largest * math.exp(-depth))
         order = np.argsort(-probs[near], kind="stable")
         reached = np.cumsum(probs[near[order]], dtype=np.float64)
         n = int(np.searchsorted(reached, top_p))

@@ -470,7 +470,7 @@ def test_more_contexts_than_the_engine_can_hold_are_refused_in_one_line(tiny: Ti
 def test_no_engine_takes_the_process_with_it(tiny: TinyFiles) -> None:
     """ik-llama aborted it over a Mamba; alone it refuses it, and beside another it leaves it to that."""
     said = apart(AUTO, tiny.recurrent, "auto", "alone")
-    assert said.startswith("UnsupportedModel tiny-mamba.gguf: ik-llama 0.1.5 does not compute this 'mamba' model")
+    assert said.startswith("UnsupportedModel tiny-recurrent.gguf: ik-llama 0.1.5 does not compute this 'mamba' model")
     assert "\n" not in said
     open_backend("llama-cpp")
     assert apart(AUTO, tiny.recurrent, "auto") == "llama-cpp 4"

@@ -28,18 +28,14 @@ def section(title: str) -> list[tuple[str, str]]:
 
 
 class Copy:
-    """The tree, as somebody has it who follows the page.
-
-    Attributes:
-        said: what the commands printed.
-    """
+    """The tree, as somebody has it who follows the page."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in ("localspec", "tests", "models", "scripts", "docs"):
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        self.said = ""
+        self.said = ""  # what the commands printed
 
     def follow(self, title: str, **values: str) -> Copy:
         """Do what a section says; ``values`` take the place of texts in it that stand for the reader's own."""

@@ -25,8 +25,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
 
-BATCH = 100
-"""Cases between two looks at the clock; each batch has a seed of its own."""
+BATCH = 100  # Cases between two looks at the clock; each batch has a seed of its own
 
 
 class TimeUp(BaseException):

@@ -36,7 +36,7 @@ from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.detokenizer import TextAssembler
 from localspec.spec_decode.rounds import EmittedToken, Span
 from localspec.spec_decode.verification import STREAM_TARGET
-from tests.fuzz.target import Check, Target, Timed
+from tests.fuzz.target import Check, Target, timed
 from tests.support.gguf_vocabs import spm_vocab
 from tests.support.ggufs import Shape, correlated_pair, write_llama
 from tests.support.heads import write_random_head
@@ -63,8 +63,7 @@ DRAFTS = (
 )
 """What drafts together; in an answer that follows a grammar that drafts too."""
 
-WAYS = ("chain", "branches", "ahead")
-"""How one answer at a time is drafted; several are drafted in chains."""
+WAYS = ("chain", "branches", "ahead")  # How one answer at a time is drafted; several are drafted in chains
 
 SHARP = SamplingParams(max_tokens=24)
 PARAMS = (
@@ -93,69 +92,41 @@ STOPS = ("e", "th", " the", "ab", "he in", "<|end|>")
 FAMILY_NAMES = ("deepseek", "qwen")
 """Thinking opens anywhere, with a control token; or at the beginning of an answer, with a text."""
 
-OPENING = 3.0
-"""Added to the logit of the token that opens a block, so that some do."""
+OPENING = 3.0  # Added to the logit of the token that opens a block, so that some do
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One question.
+    """One question."""
 
-    Attributes:
-        goes_on: from which conversation before it, counted from the last; 0 is none.
-        kept: what share of that it keeps; -1 keeps the prompt.
-        fresh: seed and number of the tokens that come then.
-        params: of ``PARAMS``, then ``FILTERED``.
-        n_most: tokens of the answer.
-        stop, grammar: of ``STOPS`` and ``GRAMMARS``; None is none.
-        budget: of a thinking block; -1 lets thinking be, None does not tell it apart.
-        length: of drafts.
-        predicted: whether n-grams are told what the target will say, as far as the middle.
-        leaves: after how many rounds nobody wants the answer any more; None takes all of it.
-        together: whether it is asked with the one before, rather than once that was answered.
-        late: whether it is asked once the first of those has begun to answer.
-        priority: of the request.
-        talk: which session it is the next question of; None is token ids.
-        saved: whether that session is saved, and goes on from its file.
-    """
-
-    goes_on: int = 0
-    kept: float = 1.0
-    fresh: tuple[int, int] = (0, 5)
-    params: int = 0
-    n_most: int = 12
-    stop: int | None = None
+    goes_on: int = 0  # from which conversation before it, counted from the last; 0 is none
+    kept: float = 1.0  # what share of that it keeps; -1 keeps the prompt
+    fresh: tuple[int, int] = (0, 5)  # seed and number of the tokens that come then
+    params: int = 0  # of ``PARAMS``, then ``FILTERED``
+    n_most: int = 12  # tokens of the answer
+    stop: int | None = None  # stop, grammar: of ``STOPS`` and ``GRAMMARS``; None is none
     grammar: int | None = None
-    budget: int | None = None
-    length: int | str = 4
-    predicted: bool = False
-    leaves: int | None = None
-    together: bool = True
-    late: bool = False
-    priority: int = 0
-    talk: int | None = None
-    saved: bool = False
+    budget: int | None = None  # of a thinking block; -1 lets thinking be, None does not tell it apart
+    length: int | str = 4  # of drafts
+    predicted: bool = False  # whether n-grams are told what the target will say, as far as the middle
+    leaves: int | None = None  # after how many rounds nobody wants the answer any more; None takes all of it
+    together: bool = True  # whether it is asked with the one before, rather than once that was answered
+    late: bool = False  # whether it is asked once the first of those has begun to answer
+    priority: int = 0  # of the request
+    talk: int | None = None  # which session it is the next question of; None is token ids
+    saved: bool = False  # whether that session is saved, and goes on from its file
 
 
 @dataclass(frozen=True)
 class Case:
-    """Questions to one ``LLM``.
+    """Questions to one ``LLM``."""
 
-    Attributes:
-        family: of ``FAMILY_NAMES``.
-        drafts: of ``DRAFTS``.
-        parallel: how many are answered at a time.
-        way: of ``WAYS``, where that is one.
-        cache: bytes that conversations put aside may take.
-        asks: the questions.
-    """
-
-    family: str
-    drafts: tuple[str, ...]
-    parallel: int
-    way: str
-    cache: int
-    asks: tuple[Ask, ...]
+    family: str  # of ``FAMILY_NAMES``
+    drafts: tuple[str, ...]  # of ``DRAFTS``
+    parallel: int  # how many are answered at a time
+    way: str  # of ``WAYS``, where that is one
+    cache: int  # bytes that conversations put aside may take
+    asks: tuple[Ask, ...]  # the questions
 
 
 def case_of(
@@ -202,8 +173,7 @@ def _ask(rng: random.Random) -> Ask:
 CASES = st.randoms(use_true_random=False).map(case_of)
 
 
-Said = tuple[list[int], list[int]]
-"""A prompt and its answer, in tokens."""
+Said = tuple[list[int], list[int]]  # A prompt and its answer, in tokens
 
 
 @dataclass
@@ -219,16 +189,8 @@ class Asked:
 
 
 class World:
-    """The files of one engine, and the target alone.
-
-    Args:
-        engine: of ``ENGINES``.
-        folder: for files.
-
-    Attributes:
-        n_answers: how many were compared.
-        accepted: sources of draft tokens that were accepted.
-    """
+    """The files of one engine, and the target alone; how many answers were compared, and which sources had draft
+    tokens accepted."""
 
     def __init__(self, engine: str, folder: Path) -> None:
         self.engine, self.folder = engine, folder
@@ -501,7 +463,7 @@ def _opened(engine: str, folder: Path) -> Iterator[Check]:
     world = World(engine, folder)
 
     def check(case: Case) -> None:
-        with Timed("the answers", 60.0):
+        with timed("the answers", 60.0):
             world.check(case)
 
     try:

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from localspec import LLM
 from localspec.server import anthropic, models, ollama, openai, requests, responses
 from localspec.server.bodies import Body
-from tests.fuzz.target import Check, Target, Timed, table
+from tests.fuzz.target import Check, Target, table, timed
 from tests.support import ggufs
 from tests.support.serving import serve
 
@@ -246,7 +246,7 @@ def _opened(folder: Path) -> Iterator[Check]:
 
         def check(case: tuple[str, str, Any]) -> None:
             kind, path, what = case
-            with Timed("the request", 60.0):
+            with timed("the request", 60.0):
                 if kind == "json":
                     check_answer(path, *server.ask("POST", path, json.dumps(what).encode("utf-8", "surrogatepass")))
                 elif kind == "bytes":

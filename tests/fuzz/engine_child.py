@@ -5,10 +5,10 @@ Every path is answered ``{"went": "well"}`` or with the error's class and text; 
 
 from __future__ import annotations
 
-import json
 import os
 import resource
-import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,19 @@ def peak_kb() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def main() -> None:
-    """Answer paths until there are none."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print is no answer
+def answer_paths(backend: str, line: Connection, log: Path) -> None:
+    """Answer paths until there are none; what engines print goes to a log."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESSES, MAX_ADDRESSES))
-    backend = sys.argv[1]
-    for line in sys.stdin:
-        answer: dict[str, Any] = {"went": "well"}
-        try:
-            load_and_decode(backend, Path(json.loads(line)))
-        except Exception as error:
-            kinds = [kind.__name__ for kind in type(error).__mro__]
-            answer = {"error": str(error), "kinds": kinds}
-        answer["peak_kb"] = peak_kb()
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    with suppress(EOFError):
+        while path := line.recv():
+            answer: dict[str, Any] = {"went": "well"}
+            try:
+                load_and_decode(backend, path)
+            except Exception as error:
+                answer = {"error": str(error), "kinds": [kind.__name__ for kind in type(error).__mro__]}
+            line.send(answer | {"peak_kb": peak_kb()})

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
+import multiprocessing
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from localspec.backends import unavailable_reason
+from tests.fuzz.engine_child import answer_paths
 from tests.fuzz.gguf_cases import BASES, CASES, SHARES, Builder
 from tests.fuzz.target import Check, Target
 from tests.support import ggufs
 
-SILENCE_S = 120.0
-"""Without an answer for so long, the engine hangs: a load of these files takes milliseconds."""
+SILENCE_S = 120.0  # Without an answer for so long, the engine hangs: a load of these files takes milliseconds
 
 MAX_PEAK_KB = 2 << 20
 
 _TELLING = re.compile(r"ASSERT|what\(\)|terminate|abort|rror:")
-
-ROOT = Path(__file__).parents[2]
 
 
 class Engine:
@@ -38,45 +32,29 @@ class Engine:
     def __init__(self, backend: str, log: Path) -> None:
         self.backend = backend
         self._log = log
-        self._child: subprocess.Popen[str] | None = None
+        self._child: SpawnProcess | None = None
 
-    def _start(self) -> subprocess.Popen[str]:
-        with self._log.open("wb") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.engine_child", self.backend],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            )
+    def _start(self) -> SpawnProcess:
+        spawning = multiprocessing.get_context("spawn")
+        self._line, its_end = spawning.Pipe()
+        child = spawning.Process(target=answer_paths, args=(self.backend, its_end, self._log), daemon=True)
+        child.start()
+        its_end.close()
         return child
 
     def ask(self, path: Path) -> dict[str, Any]:
-        """The child's verdict on a file.
-
-        Raises:
-            AssertionError: it died, or says nothing.
-        """
+        """The child's verdict on a file; ``AssertionError``: it died, or says nothing."""
         child = self._child = self._child or self._start()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        reader = threading.Thread(target=lambda: answers.put(child.stdout.readline()), daemon=True)  # type: ignore[union-attr]
-        child.stdin.write(json.dumps(str(path)) + "\n")
-        child.stdin.flush()
-        reader.start()
-        try:
-            line = answers.get(timeout=SILENCE_S)
-        except queue.Empty:
+        self._line.send(path)
+        if not self._line.poll(SILENCE_S):
             self.close()
-            raise AssertionError(f"{self.backend} hangs") from None
-        if not line:
-            status = child.wait()
+            raise AssertionError(f"{self.backend} hangs")
+        try:
+            answer: dict[str, Any] = self._line.recv()
+        except (EOFError, ConnectionResetError):
+            child.join()
             self._child = None
-            raise AssertionError(f"{self.backend} ended its process ({status}): {self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
+            raise AssertionError(f"{self.backend} ended its process ({child.exitcode}): {self._last_words()}") from None
         return answer
 
     def _last_words(self) -> str:
@@ -89,7 +67,7 @@ class Engine:
         child, self._child = self._child, None
         if child is not None:
             child.kill()
-            child.communicate()
+            child.join()
 
 
 @contextmanager

@@ -149,13 +149,8 @@ SHARES = st.floats(0, 1, exclude_max=True)
 
 
 def changes(keys: list[str], arrays: list[str], tensor: bytes) -> st.SearchStrategy[tuple[Any, ...]]:
-    """Ways to damage a file.
-
-    Args:
-        keys: its metadata, and what it might have besides.
-        arrays: the lists among them.
-        tensor: a name that another tensor may get.
-    """
+    """Ways to damage a file: its metadata and what it might have besides (``keys``), the lists among them, its
+    tensors, one of which may get the name ``tensor``."""
     return st.one_of(
         st.tuples(st.just("set"), st.sampled_from(keys), values()),
         st.tuples(st.just("number"), st.sampled_from(keys), st.sampled_from(NUMBERS)),
@@ -283,12 +278,7 @@ CASES = st.tuples(
 
 
 class Builder:
-    """Writes the file of a case.
-
-    Args:
-        folder: for the files.
-        bases: name -> what writes a valid file, which cases change.
-    """
+    """Writes the file of a case: a valid one that one of ``bases`` writes, changed."""
 
     def __init__(self, folder: Path, bases: Mapping[str, Callable[[Path], Path]] = BASES) -> None:
         self.path = folder / "case.gguf"

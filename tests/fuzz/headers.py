@@ -20,7 +20,7 @@ from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.templates import ChatTemplate
 from tests.fuzz.gguf_cases import CASES, Builder
-from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes
+from tests.fuzz.target import Check, Target, one_line, peak_bytes, timed
 
 MAX_BYTES = 256 << 20
 """Memory that reading a file of 260 KB may take: far above the weights in float64, far below what headers can claim."""
@@ -78,7 +78,7 @@ def reading(build: Builder, readers: Mapping[str, Callable[[Path], Any]]) -> Che
         for name, reader in readers.items():
             before = peak_bytes()
             try:
-                with Timed(name):
+                with timed(name):
                     reader(path)
             except LocalspecError as error:
                 one_line(error, LocalspecError if name == "load" else ModelFileError)

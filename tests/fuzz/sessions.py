@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from localspec import LLM, LocalspecError, SamplingParams
 from localspec.llm import Session
-from tests.fuzz.target import Check, Target, Timed, one_line
+from tests.fuzz.target import Check, Target, one_line, timed
 from tests.support.ggufs import Shape, bpe_vocab, correlated_pair
 
 PARAMS = [
@@ -131,7 +131,7 @@ def _opened(folder: Path) -> Iterator[Check]:
         def check(steps: list[tuple[Any, ...]]) -> None:
             path.unlink(missing_ok=True)
             talk = Talk(llm, plain, path)
-            with Timed("the conversation", 60.0):
+            with timed("the conversation", 60.0):
                 for step in steps:
                     try:
                         talk.step(*step)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,21 @@ from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError
 
-MAX_CPU_S = 20.0
-"""CPU time that one case may take: hundreds of times what any honest one needs, on any machine."""
+MAX_CPU_S = 20.0  # CPU time that one case may take: hundreds of times what any honest one needs, on any machine
 
 Check = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One surface.
+    """One surface."""
 
-    Attributes:
-        name: for the report.
-        cases: a strategy; the repr of a case must say all that is needed to build it again.
-        opened: makes the check, given a folder for files; closed when the run is over.
-        in_suite: how many cases ``test_fuzz`` tries; 0 where another test does.
-        missing: why the target cannot be run here, or None.
-    """
-
-    name: str
-    cases: st.SearchStrategy[Any]
+    name: str  # for the report
+    cases: st.SearchStrategy[Any]  # a strategy; the repr of a case must say all that is needed to build it again
+    # makes the check, given a folder for files; closed when the run is over
     opened: Callable[[Path], AbstractContextManager[Check]]
-    in_suite: int
-    missing: Callable[[], str | None] = lambda: None
+    in_suite: int  # how many cases ``test_fuzz`` tries; 0 where another test does
+    missing: Callable[[], str | None] = lambda: None  # why the target cannot be run here, or None
 
 
 def one_line(error: BaseException, kind: type[BaseException] = LocalspecError) -> str:
@@ -51,18 +43,15 @@ def one_line(error: BaseException, kind: type[BaseException] = LocalspecError) -
     return line
 
 
-class Timed:
+@contextmanager
+def timed(what: str, seconds: float = MAX_CPU_S) -> Iterator[None]:
     """Fails if its block takes an unreasonable CPU time."""
-
-    def __init__(self, what: str, seconds: float = MAX_CPU_S) -> None:
-        self._what, self._seconds = what, seconds
-
-    def __enter__(self) -> None:
-        self._started = time.process_time()
-
-    def __exit__(self, *exc: object) -> None:
-        took = time.process_time() - self._started
-        assert took < self._seconds, f"{self._what} took {took:.1f} s of CPU time"
+    started = time.process_time()
+    try:
+        yield
+    finally:
+        took = time.process_time() - started
+        assert took < seconds, f"{what} took {took:.1f} s of CPU time"
 
 
 def peak_bytes() -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ from hypothesis import strategies as st
 
 from localspec.errors import LocalspecError, TemplateError
 from localspec.prompts.templates import CHATML, ChatTemplate
-from tests.fuzz.target import Check, Target, Timed, one_line, peak_bytes, table
+from tests.fuzz.target import Check, Target, one_line, peak_bytes, table, timed
 
 MAX_BYTES = 512 << 20
-CANARY = "canary-5d1f"
-"""Stands in the environment of the process, where no template may read it."""
+CANARY = "canary-5d1f"  # Stands in the environment of the process, where no template may read it
 
 MESSAGES: list[dict[str, Any]] = table("templates", "MESSAGES")
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": ["ä", 1, None, True]}}}]
@@ -28,45 +28,51 @@ FILTERS, TESTS, METHODS, HIDDEN, NAMES, TEXTS, NUMBERS = (
 )
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "\\'") + "'"
+def filled(patterns: Iterable[str], **kinds: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """One of some texts, in which every capital letter that stands alone is something of that kind."""
+    parts = (re.split(r"(\b[A-Z]\b)", pattern) for pattern in patterns)
+    return st.one_of([st.tuples(*(kinds.get(part, st.just(part)) for part in each)).map("".join) for each in parts])
 
 
 ATOMS = st.one_of(
     st.sampled_from(NAMES),
     st.sampled_from(NAMES),
-    st.sampled_from(TEXTS).map(_quoted),
+    st.sampled_from(TEXTS).map(lambda text: "'" + text.replace("'", "\\'") + "'"),
     st.sampled_from(NUMBERS),
     st.sampled_from(["[]", "{}", "()", "[1,2,3]", "messages[1].content", "messages[0]", "range(10**6)", "('a'*10**6)"]),
+)
+# E an expression, O an operator, F a filter, T a test, N a name, A arguments
+EXPRESSION_PATTERNS = (
+    "(E O E)", "(E|F)", "(E|F(A))", "(E is T)", "(E is T(E))", "E.N", "E.N(A)", "E['N']", "(E|attr('N'))", "E[E]",
+    "E[E:E]", "E(A)", "[A]", "(E, A)", "{E: E}", "{E: E, E: E}", "(E if E else E)", "(not E)", "(-E)", "dict(a=E)",
+    "(E|tojson(indent=2))", "(E|map('upper')|list)",
+)  # fmt: skip
+# S statements, L what a loop assigns to, W where it ends
+STATEMENT_PATTERNS = (
+    "S{##}S",
+    "{% for L in E W %}S{% endfor %}",
+    "{% if E %}S{% else %}S{% endif %}",
+    "{% macro f(x, y=1) %}S{% endmacro %}{{ f(messages) }}",
+    "{% macro f(x) %}S{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{% set x %}S{% endset %}",
+    "{% macro f(x) %}{{ caller() }}S{% endmacro %}{% call f(1) %}S{% endcall %}",
+    "{% filter F %}S{% endfilter %}",
+    "{% block a %}S{{ self.a() }}{% endblock %}",
+    "{% generation %}S{% endgeneration %}",
+    "{% set ns = namespace(x='ab', y=[]) %}{% for m in range(200) %}S{% endfor %}",
+    "{% with x = E %}S{% endwith %}",
 )
 
 
 def _larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    arguments = st.lists(inner, max_size=3).map(", ".join)
-    name = st.one_of(st.sampled_from(METHODS), st.sampled_from(HIDDEN), st.sampled_from(["role", "content", "x"]))
-    operator = st.sampled_from([*"+-*/%~<>", "//", "**", "==", "!=", "<=", ">=", "and", "or", "in"])
-    return st.one_of(
-        st.tuples(inner, operator, inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
-        st.tuples(inner, st.sampled_from(FILTERS)).map(lambda t: f"({t[0]}|{t[1]})"),
-        st.tuples(inner, st.sampled_from(FILTERS), arguments).map(lambda t: f"({t[0]}|{t[1]}({t[2]}))"),
-        st.tuples(inner, st.sampled_from(TESTS)).map(lambda t: f"({t[0]} is {t[1]})"),
-        st.tuples(inner, st.sampled_from(TESTS), inner).map(lambda t: f"({t[0]} is {t[1]}({t[2]}))"),
-        st.tuples(inner, name).map(lambda t: f"{t[0]}.{t[1]}"),
-        st.tuples(inner, name, arguments).map(lambda t: f"{t[0]}.{t[1]}({t[2]})"),
-        st.tuples(inner, name).map(lambda t: f"{t[0]}['{t[1]}']"),
-        st.tuples(inner, name).map(lambda t: f"({t[0]}|attr('{t[1]}'))"),
-        st.tuples(inner, inner).map(lambda t: f"{t[0]}[{t[1]}]"),
-        st.tuples(inner, inner, inner).map(lambda t: f"{t[0]}[{t[1]}:{t[2]}]"),
-        st.tuples(inner, arguments).map(lambda t: f"{t[0]}({t[1]})"),
-        st.lists(inner, max_size=3).map(lambda items: "[" + ", ".join(items) + "]"),
-        st.lists(inner, max_size=3).map(lambda items: "(" + ", ".join([*items, ""]) + ")"),
-        st.lists(st.tuples(inner, inner), max_size=2).map(lambda d: "{" + ", ".join(f"{k}: {v}" for k, v in d) + "}"),
-        st.tuples(inner, inner, inner).map(lambda t: f"({t[0]} if {t[1]} else {t[2]})"),
-        inner.map(lambda e: f"(not {e})"),
-        inner.map(lambda e: f"(-{e})"),
-        inner.map(lambda e: f"dict(a={e})"),
-        inner.map(lambda e: f"({e}|tojson(indent=2))"),
-        inner.map(lambda e: f"({e}|map('upper')|list)"),
+    return filled(
+        EXPRESSION_PATTERNS,
+        E=inner,
+        O=st.sampled_from([*"+-*/%~<>", "//", "**", "==", "!=", "<=", ">=", "and", "or", "in"]),
+        F=st.sampled_from(FILTERS),
+        T=st.sampled_from(TESTS),
+        N=st.one_of(st.sampled_from(METHODS), st.sampled_from(HIDDEN), st.sampled_from(["role", "content", "x"])),
+        A=st.lists(inner, max_size=3).map(", ".join),
     )
 
 
@@ -74,38 +80,21 @@ EXPRESSIONS = st.recursive(ATOMS, _larger, max_leaves=6)
 
 
 def _wrapped(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    loop = st.tuples(
-        st.sampled_from(["m", "x", "k, v"]), EXPRESSIONS, st.sampled_from(["", " recursive", " if m"]), inner
-    )
-    return st.one_of(
-        st.tuples(inner, inner).map("".join),
-        loop.map(lambda t: "{% for " + t[0] + " in " + t[1] + t[2] + " %}" + t[3] + "{% endfor %}"),
-        st.tuples(EXPRESSIONS, inner, inner).map(
-            lambda t: "{% if " + t[0] + " %}" + t[1] + "{% else %}" + t[2] + "{% endif %}"
-        ),
-        inner.map(lambda s: "{% macro f(x, y=1) %}" + s + "{% endmacro %}{{ f(messages) }}"),
-        inner.map(lambda s: "{% macro f(x) %}" + s + "{{ f(x) }}{% endmacro %}{{ f(1) }}"),
-        inner.map(lambda s: "{% set x %}" + s + "{% endset %}"),
-        st.tuples(inner, inner).map(
-            lambda t: "{% macro f(x) %}{{ caller() }}" + t[0] + "{% endmacro %}{% call f(1) %}" + t[1] + "{% endcall %}"
-        ),
-        st.tuples(st.sampled_from(FILTERS), inner).map(
-            lambda t: "{% filter " + t[0] + " %}" + t[1] + "{% endfilter %}"
-        ),
-        inner.map(lambda s: "{% block a %}" + s + "{{ self.a() }}{% endblock %}"),
-        inner.map(lambda s: "{% generation %}" + s + "{% endgeneration %}"),
-        inner.map(lambda s: "{% set ns = namespace(x='ab', y=[]) %}{% for m in range(200) %}" + s + "{% endfor %}"),
-        st.tuples(EXPRESSIONS, inner).map(lambda t: "{% with x = " + t[0] + " %}" + t[1] + "{% endwith %}"),
+    return filled(
+        STATEMENT_PATTERNS,
+        E=EXPRESSIONS,
+        F=st.sampled_from(FILTERS),
+        L=st.sampled_from(["m", "x", "k, v"]),
+        S=inner,
+        W=st.sampled_from(["", "recursive", "if m"]),
     )
 
 
 STATEMENTS = st.one_of(
-    EXPRESSIONS.map(lambda e: "{{ " + e + " }}"),
-    EXPRESSIONS.map(lambda e: "{% set x = " + e + " %}"),
-    EXPRESSIONS.map(lambda e: "{% set ns.x = " + e + " %}"),
+    filled(["{{ E }}", "{% set x = E %}", "{% set ns.x = E %}"], E=EXPRESSIONS),
     st.sampled_from([CHATML, "text", "{% set ns.x = ns.x ~ ns.x %}", "{% set ns.y = [ns.y, ns.y] %}", "{{", "{#"]),
     st.sampled_from(["break", "continue", "include x", "import 'os' as os", "extends x", "for", "raw"]).map(
-        lambda inner: "{% " + inner + " %}"
+        "{{% {} %}}".format
     ),
     st.text(max_size=8),
 )
@@ -130,7 +119,7 @@ def _opened(folder: Path) -> Iterator[Check]:
         for render in (template.render, template.render_segments):
             before = peak_bytes()
             try:
-                with Timed("rendering"):
+                with timed("rendering"):
                     rendered = render(messages, tools=tools)
                 assert CANARY not in str(rendered)
             except LocalspecError as error:

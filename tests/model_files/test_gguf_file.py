@@ -8,12 +8,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel
 from localspec.model_files.catalog import part_names
-from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, model_bytes, model_files, string_offsets
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, model_bytes, model_files
 from tests.conftest import TinyFiles
 from tests.support import ggufs
 
@@ -48,16 +46,6 @@ def test_the_table_of_tensor_types_agrees_with_the_gguf_package() -> None:
             assert TENSOR_TYPES[int(kind)] == (kind.name, block, n_bytes)
 
 
-@given(data=st.binary(max_size=200), count=st.integers(0, 40))
-def test_strings_beyond_the_end_are_refused(data: bytes, count: int) -> None:
-    try:
-        offsets = string_offsets(memoryview(data), 0, count)
-    except (ValueError, OverflowError, struct.error):
-        return
-    assert offsets[-1] <= len(data)
-    assert (np.diff(offsets) >= 8).all()
-
-
 def header(n_tensors: int = 0, n_keys: int = 0, version: int = 3, rest: bytes = b"") -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys) + rest
 
@@ -88,6 +76,7 @@ HUGE = 1 << 60
         (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 8, HUGE)) + bytes(64)), "list of"),
         (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 4, HUGE)) + bytes(64)), "list of"),
         (header(n_keys=1, rest=key("a", 9, struct.pack("<IQQ", 8, 1, 100)) + bytes(16)), "beyond its end"),
+        (header(n_keys=1, rest=key("a", 9, struct.pack("<IQQ", 8, 1, 2**64 - 1)) + bytes(16)), "beyond its end"),
         (header(n_keys=1, rest=key("a", 9, struct.pack("<IQ", 9, 1)) + bytes(64)), "unknown type"),
         (header(n_keys=1, rest=key("a", 77, bytes(64))), "unknown type"),
         (header(n_keys=2, rest=key("a", 4, bytes(4)) * 2), "occurs twice"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
-from typing import Any
 
-import llguidance
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -14,32 +11,14 @@ from hypothesis import strategies as st
 from localspec.errors import UsageError
 from localspec.sampling import grammar as grammar_module
 from localspec.sampling.grammar import Chars, Choice, Node, Repeat, Rule, Sequence, grammar_of, lark, parse
-from tests.support.grammars import Meaning
-
-
-@cache
-def bytewise() -> Any:
-    """Tokens are single bytes."""
-    return llguidance.LLTokenizer("byte")
-
-
-def matcher(text: str) -> Any:
-    made = llguidance.LLMatcher(bytewise(), '%llguidance {"no_forcing": true}\n' + text, log_level=0)
-    assert not made.is_error(), made.get_error() + text
-    return made
-
-
-def says(made: Any, text: str) -> bool:
-    made.reset()
-    data = list(text.encode())
-    return bool(made.try_consume_tokens(data) == len(data) and made.is_accepting())
+from tests.support.grammars import Meaning, byte_matcher, matches
 
 
 def compare(rules: dict[str, Node], texts: list[str]) -> int:
     """Returns how many of the texts the grammar says."""
-    meaning, made = Meaning(rules), matcher(lark(rules))
+    meaning, made = Meaning(rules), byte_matcher('%llguidance {"no_forcing": true}\n' + lark(rules))
     right = [meaning.says(text) for text in texts]
-    assert [says(made, text) for text in texts] == right, (lark(rules), texts)
+    assert [matches(made, text) for text in texts] == right, (lark(rules), texts)
     return sum(right)
 
 

@@ -62,7 +62,7 @@ def test_draws_follow_their_probabilities(address: Callable[[int], tuple[Noise, 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 40, 3000, 20_000])
 def test_a_draw_is_the_winner_of_a_race(n: int) -> None:
-    """Shortcuts aside, ``sample`` is argmin(e / p), e exponential by ``Noise``: laws of n tokens."""
+    """``sample`` is argmin(e / p), e exponential by ``Noise``: laws of n tokens."""
     rng = np.random.default_rng(n)
     for position in range(300 if n < 20_000 else 60):
         ids = np.sort(rng.choice(152_000, n, replace=False))

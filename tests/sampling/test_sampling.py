@@ -86,11 +86,6 @@ def dense(d: Distribution, n: int) -> np.ndarray:
     return p
 
 
-def exponential(noise: Noise, position: int, ids: Any, stream: int = 0) -> Any:
-    """The standard exponential numbers that a draw compares, one per token id [n]."""
-    return -np.log(noise.uniforms(position, ids, stream))
-
-
 class TestChain:
     @settings(max_examples=150, deadline=None)
     @given(
@@ -251,16 +246,6 @@ class TestLargeVocabulary:
         assert np.abs(counts - m * law.probs_of(np.arange(n))).max() < 1.5
         assert law.sample(FixedNoise(1 - 2**-53), 0) in law.ids[law.probs > 0]
         assert law.sample(FixedNoise(2**-53), 0) in law.ids[law.probs > 0]
-
-    @pytest.mark.parametrize("temperature", [0.02, 0.9, 3.0, 90.0])
-    def test_a_seed_draws_what_the_book_draws(self, temperature: float) -> None:
-        row, n = row_of(6, 17_000), 17_000
-        row[5:5000] = -math.inf
-        probs = np.maximum(dense_chain(row, [], SamplingParams(temperature=temperature)), 1e-300)
-        law = distribution(row, [], SamplingParams(temperature=temperature))
-        for seed in range(40):
-            times = exponential(Noise(seed), seed + 3, np.arange(n)) / probs
-            assert law.sample(Noise(seed), seed + 3) == int(np.argmin(times))
 
     @pytest.mark.parametrize("depth", [0.6, 4.0])
     def test_what_a_draft_model_proposes_from(self, depth: float) -> None:

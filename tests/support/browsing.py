@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 120_000
-"""Milliseconds until something that should have happened counts as missing. No speed is tested."""
+PATIENCE = 120_000  # Milliseconds until something that should have happened counts as missing. No speed is tested
 
 WIDE = {"width": 1280, "height": 860}
 

@@ -10,8 +10,7 @@ import numpy as np
 from tests.support import ggufs
 from tests.support.gguf_vocabs import CONTROL
 
-N_CTX = 16384
-"""Long enough that no test sees its end."""
+N_CTX = 16384  # Long enough that no test sees its end
 
 
 def write_endless(path: Path, draft_path: Path | None = None) -> Path:

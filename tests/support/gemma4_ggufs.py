@@ -20,27 +20,18 @@ from tests.support.published_heads import whole
 N, N_FF, N_HEAD, WINDOW = 128, 128, 4, 32
 D_WINDOW, D_FULL = 32, 64
 KV_WINDOW, KV_FULL = 2, 1
-N_OWN = 112
-"""Width of the assistant's own states."""
+N_OWN = 112  # Width of the assistant's own states
 
 
 def write_gemma4(
     path: Path,
     *,
-    pattern: Sequence[bool] = (True, False, True, False),
-    n_shared: int = 0,
-    n_each: int = 0,
-    seed: int = 0,
+    pattern: Sequence[bool] = (True, False, True, False),  # of each layer whether it looks back over a window only
+    n_shared: int = 0,  # how many of the last layers use keys and values of earlier ones, as E2B and E4B do
+    n_each: int = 0,  # width of the embeddings that each layer has of its own, as theirs; 0 for none
+    seed: int = 0,  # of the random weights
 ) -> Path:
-    """A Gemma 4 in small.
-
-    Args:
-        path: where to write it.
-        pattern: of each layer whether it looks back over a window only.
-        n_shared: how many of the last layers use keys and values of earlier ones, as E2B and E4B do.
-        n_each: width of the embeddings that each layer has of its own, as theirs; 0 for none.
-        seed: of the random weights.
-    """
+    """A Gemma 4 in small."""
     vocab, rng = bpe_vocab(), np.random.default_rng(seed)
     matrix = matrices(rng)
     weights: Weights = {
@@ -69,27 +60,21 @@ def write_gemma4(
 
 
 def write_assistant(
-    target: Path,
-    path: Path,
+    target: Path,  # what it drafts for
+    path: Path,  # where to write the assistant
     *,
+    # of each of its layers whether it reads the keys and values of the model's last layer with a window, or those of
+    # its last without
     pattern: Sequence[bool] = (True, True, False),
+    # metadata that replaces the usual, by names without the architecture; None leaves a key out
     extra: Mapping[str, Any] | None = None,
-    drop: Sequence[str] = (),
-    seed: int = 1,
+    drop: Sequence[str] = (),  # tensors to leave out
+    seed: int = 1,  # of the random weights
 ) -> Path:
     """An assistant for a file of ``write_gemma4``.
 
     It goes by the last token's embedding, as the target mostly does, in a narrower space; somewhat by the state, and by
     what its layers find in the target's keys and values.
-
-    Args:
-        target: what it drafts for.
-        path: where to write the assistant.
-        pattern: of each of its layers whether it reads the keys and values of the model's last layer with a window, or
-            those of its last without.
-        extra: metadata that replaces the usual, by names without the architecture; None leaves a key out.
-        drop: tensors to leave out.
-        seed: of the random weights.
     """
     vocab, rng = bpe_vocab(), np.random.default_rng(seed)
     with GGUFFile(target) as file:

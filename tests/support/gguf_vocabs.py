@@ -156,13 +156,7 @@ def vocab_metadata(vocab: TinyVocab) -> dict[str, Any]:
 
 
 def with_tokens(vocab: TinyVocab, chat_template: str | None, **types: Sequence[str]) -> TinyVocab:
-    """The vocabulary with more special tokens at its end, and another template.
-
-    Args:
-        vocab: what it begins with.
-        chat_template: the template.
-        types: ``normal``, ``control``, ``user_defined`` or ``unused``: the tokens.
-    """
+    """A vocabulary with another template and more tokens at its end, by type: ``normal``, ``control``, …"""
     tokens, kinds = list(vocab.tokens), list(vocab.types)
     for name, texts in types.items():
         tokens += texts

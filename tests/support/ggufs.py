@@ -195,25 +195,15 @@ def llama_metadata(shape: Shape, n_vocab: int, n_layer: int | None = None) -> di
 
 def write_llama(
     path: Path,
-    shape: Shape | None = None,
-    vocab: TinyVocab | None = None,
+    shape: Shape | None = None,  # its sizes
+    vocab: TinyVocab | None = None,  # its tokenizer; SentencePiece by default
     *,
-    seed: int = 0,
-    tensor_type: str = "F32",
-    weights: Weights | None = None,
-    extra: Mapping[str, Any] | None = None,
+    seed: int = 0,  # of the random weights
+    tensor_type: str = "F32",  # F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1
+    weights: Weights | None = None,  # weights to use instead of random ones (the number of layers is taken from them)
+    extra: Mapping[str, Any] | None = None,  # metadata that replaces or adds to the usual
 ) -> Path:
-    """A llama-architecture model.
-
-    Args:
-        path: where to write it.
-        shape: its sizes.
-        vocab: its tokenizer; SentencePiece by default.
-        seed: of the random weights.
-        tensor_type: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1.
-        weights: weights to use instead of random ones (the number of layers is taken from them).
-        extra: metadata that replaces or adds to the usual.
-    """
+    """A llama-architecture model."""
     shape, vocab = shape or Shape(), vocab or spm_vocab()
     weights = llama_weights(shape, len(vocab), seed) if weights is None else weights
     n_layer = len({name.split(".")[1] for name in weights if name.startswith("blk.")})
@@ -416,33 +406,19 @@ EXPERTS = {
 
 def write_model(
     path: Path,
-    architecture: str,
-    parts: Parts,
-    layers: Iterable[Weights],
-    settings: Mapping[str, Any],
-    vocab: TinyVocab | None = None,
+    architecture: str,  # its name
+    parts: Parts,  # what the layers were drawn with
+    layers: Iterable[Weights],  # the weights of each
+    settings: Mapping[str, Any],  # metadata beyond the usual, or in its place; None leaves a key out
+    vocab: TinyVocab | None = None,  # byte-level BPE by default
     *,
-    trunk: Weights | None = None,
-    embedding: float = N**0.5,
-    drop: str = "",
-    tied: bool = False,
-    stored: Callable[[str, Array], Stored] | None = None,
+    trunk: Weights | None = None,  # of ``Parts.trunk``, where that was drawn first
+    embedding: float = N**0.5,  # how large the elements of embeddings are
+    drop: str = "",  # tensors with this in their name are left out
+    tied: bool = False,  # whether embeddings are the output matrix too
+    stored: Callable[[str, Array], Stored] | None = None,  # see ``write_gguf``
 ) -> Path:
-    """A model of some layers.
-
-    Args:
-        path: where to write it.
-        architecture: its name.
-        parts: what the layers were drawn with.
-        layers: the weights of each.
-        settings: metadata beyond the usual, or in its place; None leaves a key out.
-        vocab: byte-level BPE by default.
-        trunk: of ``Parts.trunk``, where that was drawn first.
-        embedding: how large the elements of embeddings are.
-        drop: tensors with this in their name are left out.
-        tied: whether embeddings are the output matrix too.
-        stored: see ``write_gguf``.
-    """
+    """A model of some layers."""
     vocab, n, layers = vocab or bpe_vocab(), parts.n, list(layers)
     weights = dict(trunk or parts.trunk(len(vocab), embedding))
     for i, layer in enumerate(layers):
@@ -550,27 +526,17 @@ def write_glm(
 ) -> Path:
     """A GLM 4.5 in small: a dense layer, then two of experts, and layers for multi-token prediction.
 
-    ``own``: whether these have embeddings and an output matrix of their own, experts are chosen with a bias, and
-    queries and keys are normalised.
+    ``own``: whether these have embeddings and an output matrix of their own, and queries and keys are normalised.
     """
     parts, vocab = Parts(seed), vocab or bpe_vocab()
     trunk = parts.trunk(len(vocab))
 
-    def experts() -> Weights:
-        weights = {"ffn_gate_inp.weight": parts.matrix(N_EXPERT, N)}
-        weights |= {f"ffn_{part}_exps.weight": parts.stack(N_EXPERT, N_FF, N) for part in ("gate", "up")}
-        weights |= {f"ffn_{part}_shexp.weight": parts.matrix(N_FF, N) for part in ("gate", "up")}
-        weights["ffn_down_exps.weight"] = parts.stack(N_EXPERT, N, N_FF, parts.residual)
-        weights["ffn_down_shexp.weight"] = parts.matrix(N, N_FF, parts.residual)
-        return weights | {"exp_probs_b.bias": np.zeros(N_EXPERT, np.float32)}
-
     def layer(i: int) -> Weights:
         block = norms("attn_norm", "post_attention_norm") | parts.attention()
         block |= {f"attn_{part}.bias": parts.uniform(-0.1, 0.1, len(block[f"attn_{part}.weight"])) for part in "qkv"}
-        block |= (experts() if i else parts.dense()) | (parts.mtp() if i >= 3 else {})
+        block |= (parts.experts() if i else parts.dense()) | (parts.mtp() if i >= 3 else {})
         if own:
             block |= {f"attn_{part}_norm.weight": parts.uniform(0.7, 1.3, D_HEAD) for part in "qk"}
-            block |= {name: parts.uniform(-0.3, 0.3, N_EXPERT) for name in block if name.startswith("exp_probs_b")}
         if own and i >= 3:
             scaled = {"embed_tokens": N**0.5, "shared_head_head": 3.0}
             block |= {f"nextn.{name}.weight": parts.matrix(len(vocab), N, scale) for name, scale in scaled.items()}

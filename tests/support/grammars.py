@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from localspec.sampling.grammar import Chars, Choice, Node, Repeat, Rule, Sequence
+import llguidance
+
+from localspec.sampling.grammar import Chars, Choice, Node, Repeat, Rule, Sequence, compiled
 
 
 def thing(properties: dict[str, Any]) -> dict[str, Any]:
     """The schema of an object with these properties alone, all of them required."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def byte_matcher(grammar: str) -> Any:
+    """A matcher of a grammar in llguidance's notation whose tokens are single bytes."""
+    made = compiled(llguidance.LLTokenizer("byte"), grammar)
+    assert not made.is_error(), made.get_error() + grammar
+    return made
+
+
+def matches(made: Any, text: str) -> bool:
+    """Whether a text is in the grammar of such a matcher, which it begins anew."""
+    made.reset()
+    data = list(text.encode())
+    return bool(made.try_consume_tokens(data) == len(data) and made.is_accepting())
 
 
 class Meaning:

@@ -20,24 +20,18 @@ def write_random_head(
     target: Path,
     out: Path,
     kind: Kind = "chained",
-    taps: tuple[str, ...] = ("norm",),
-    n_out: int | None = None,
+    taps: tuple[str, ...] = ("norm",),  # the hidden states that it reads
+    n_out: int | None = None,  # tokens that it can guess, chosen at random; None for all
     *,
     seed: int = 0,
     steps: int = 4,
-    type_name: str = "Q8_0",
+    type_name: str = "Q8_0",  # of its matrices
+    # of a llama file, take the first block as it is: the head then guesses what the target's first layer would, which
+    # is right about two times in three where the layers add little (``correlated_pair``)
     copies_target: bool = True,
     training: Training | None = None,
 ) -> Path:
-    """A head for a model file.
-
-    Args:
-        taps: the hidden states that it reads.
-        n_out: tokens that it can guess, chosen at random; None for all.
-        type_name: of its matrices.
-        copies_target: of a llama file, take the first block as it is: the head then guesses what the target's first
-            layer would, which is right about two times in three where the layers add little (``correlated_pair``).
-    """
+    """A head for a model file."""
     rng = np.random.default_rng(seed)
     with GGUFFile(target) as file:
         facts = TargetFacts.of(file, fingerprint(target))

@@ -12,22 +12,17 @@ from localspec.system.machine import CPUTimes
 
 
 class Machine:
-    """A clock that only passes move, and CPUs that others may use; it stands in for the module ``time``.
-
-    Args:
-        longer: how many times as long a pass takes, given its number and its width.
-        others: share of the CPUs that others use, given the number of the last pass.
-        slow: how many times as long everything takes.
-
-    Attributes:
-        slower: the same, of the engine that computes now.
-    """
+    """A clock that only passes move, and CPUs that others may use; it stands in for the module ``time``."""
 
     def __init__(
-        self, longer: Callable[[int, int], float], others: Callable[[int], float] = lambda n: 0.0, slow: float = 1.0
+        self,
+        longer: Callable[[int, int], float],  # how many times as long a pass takes, given its number and its width
+        others: Callable[[int], float] = lambda n: 0.0,  # share of the CPUs that others use, given the last pass
+        slow: float = 1.0,  # how many times as long everything takes
     ) -> None:
         self._longer, self._others, self._slow = longer, others, slow
-        self.now, self.taken, self.n_passes, self.slower = 0.0, 0.0, 0, 1.0
+        self.now, self.taken, self.n_passes = 0.0, 0.0, 0
+        self.slower = 1.0  # as ``slow``, of the engine that computes now
 
     def ms(self, width: int) -> float:
         """What a pass takes where nobody disturbs it."""

@@ -16,8 +16,7 @@ from localspec.backends.base import Forward, Piece, SequenceBatch
 from localspec.engine.pair import Pair
 from localspec.system.machine import trim_heap
 
-WARM_UP = 2
-"""Cycles that are not judged: tables, caches and threads' stacks come with the first, and stay."""
+WARM_UP = 2  # Cycles that are not judged: tables, caches and threads' stacks come with the first, and stay
 
 
 def resident_mb() -> float:

@@ -68,23 +68,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class TinyFile:
-    """A file of one architecture.
+    """A file of one architecture."""
 
-    Attributes:
-        architecture: its name.
-        settings: ``<architecture>.<key>`` beyond the usual, or other values for those.
-        types: tensor name or ``blk`` key -> tensor type, where it is not F32.
-        omit: tensors that are left out.
-        extra: tensors that are added.
-        sizes: see ``Sizes``.
-    """
-
-    architecture: str
+    architecture: str  # its name
+    # ``<architecture>.<key>`` beyond the usual, or other values for those
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # tensor name or ``blk`` key -> tensor type, where it is not F32
     types: Mapping[str, str] = field(default_factory=dict)
-    omit: tuple[str, ...] = ()
-    extra: Mapping[str, Array] = field(default_factory=dict)
-    sizes: Sizes | None = None
+    omit: tuple[str, ...] = ()  # tensors that are left out
+    extra: Mapping[str, Array] = field(default_factory=dict)  # tensors that are added
+    sizes: Sizes | None = None  # see ``Sizes``
 
     def write(self, path: Path, *, vocab: TinyVocab | None = None, seed: int = 0) -> Path:
         vocab = vocab or bpe_vocab()

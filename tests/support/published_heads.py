@@ -15,8 +15,7 @@ import numpy as np
 from localspec.model_files.gguf import GGUFFile, n_rows, tensor_rows
 from tests.support.ggufs import Weights, metadata_of, named, norms, sizes, write_gguf
 
-GAIN = 8.0
-"""How much larger the states of a tiny EAGLE-3 head are than embeddings."""
+GAIN = 8.0  # How much larger the states of a tiny EAGLE-3 head are than embeddings
 
 
 def whole(file: GGUFFile, name: str) -> Any:
@@ -28,17 +27,18 @@ def whole(file: GGUFFile, name: str) -> Any:
 def write_eagle3(
     target: Path,
     out: Path,
-    layers: tuple[int, ...] = (1, 2, 3),
+    layers: tuple[int, ...] = (1, 2, 3),  # of the target, whose inputs are fused
+    # tokens that it can guess, chosen at random and in no order; None for all, without a token map
     n_out: int | None = None,
     *,
-    own_embeddings: bool = False,
+    own_embeddings: bool = False,  # own_embeddings, own_output: whether it has these matrices, or takes the target's
     own_output: bool = True,
-    tokens: bool = True,
+    tokens: bool = True,  # whether its file names the target's tokens
     seed: int = 0,
-    noise: float = 0.02,
-    extra: Mapping[str, Any] | None = None,
-    drop: tuple[str, ...] = (),
-    ids: Sequence[int] | None = None,
+    noise: float = 0.02,  # relative to the weights
+    extra: Mapping[str, Any] | None = None,  # metadata that replaces or adds to the usual; None leaves a key out
+    drop: tuple[str, ...] = (),  # tensors to leave out
+    ids: Sequence[int] | None = None,  # the token map as it is to be in the file, right or wrong
     n_head_kv: int = 4,
     tensor_type: str = "F32",
 ) -> Path:
@@ -46,16 +46,6 @@ def write_eagle3(
 
     Its state is GAIN times the embedding of the token before; its attention looks at the last token and puts that
     token's embedding in the place of the older one.
-
-    Args:
-        layers: of the target, whose inputs are fused.
-        n_out: tokens that it can guess, chosen at random and in no order; None for all, without a token map.
-        own_embeddings, own_output: whether it has these matrices, or takes the target's.
-        tokens: whether its file names the target's tokens.
-        noise: relative to the weights.
-        extra: metadata that replaces or adds to the usual; None leaves a key out.
-        drop: tensors to leave out.
-        ids: the token map as it is to be in the file, right or wrong.
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     embedding, name = of.embedding, of.name
@@ -109,13 +99,13 @@ def write_dflash(
     block_size: int = 5,
     own_embeddings: bool = False,
     own_output: bool = False,
-    markov: bool = False,
-    from_anchor: bool = True,
-    confidence: bool = False,
-    selector: int = 0,
-    causal: bool | None = None,
-    windows: Sequence[bool] | None = None,
-    n_layers: int = 2,
+    markov: bool = False,  # DSpark: with matrices that correct a row by the guess before it
+    from_anchor: bool = True,  # of DSpark, whether the row of the last token guesses the next one
+    confidence: bool = False,  # of DSpark, whether it estimates how sure it is
+    selector: int = 0,  # DFlash2: how many candidates of a row are scored by that of the row before
+    causal: bool | None = None,  # whether rows see those before them only; None leaves that to the engine
+    windows: Sequence[bool] | None = None,  # which of its layers look back a few rows only; None for all of them far
+    n_layers: int = 2,  # those after the first have small random weights
     seed: int = 0,
     noise: float = 0.02,
     extra: Mapping[str, Any] | None = None,
@@ -125,17 +115,6 @@ def write_dflash(
 
     Its masks look at the token before the block's first one, which most keys are made to allow, and somewhat at the
     states before it; and take over its embedding, so that the first guess is often right and others are at times.
-
-    Args:
-        own_embeddings, own_output: whether it has these matrices, or takes the target's.
-        markov: DSpark: with matrices that correct a row by the guess before it.
-        from_anchor: of DSpark, whether the row of the last token guesses the next one.
-        confidence: of DSpark, whether it estimates how sure it is.
-        selector: DFlash2: how many candidates of a row are scored by that of the row before.
-        causal: whether rows see those before them only; None leaves that to the engine, which takes it for no.
-        windows: which of its layers look back a few rows only; None for all of them far.
-        n_layers: how many; those after the first have small random weights.
-        extra, drop, others: as for ``write_eagle3``.
     """
     rng, of = np.random.default_rng(seed), _Target(target)
     n_vocab, n = of.embedding.shape

@@ -26,8 +26,7 @@ NO_PAIR = SimpleNamespace(
 )
 """What is loaded: nothing that could decode."""
 
-Guess = tuple[str, str, bool]
-"""Text, source, accepted."""
+Guess = tuple[str, str, bool]  # Text, source, accepted
 
 
 def make_round(index: int, guesses: Sequence[Guess], own: str, finish: Any = None, ms: float = 30.0) -> Round:

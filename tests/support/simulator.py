@@ -25,19 +25,13 @@ CURVES = {"llama.cpp": LLAMA_CPP, "ik": IK_LLAMA, "gpu": GPU_LIKE, "linear": LIN
 
 @dataclass
 class Source:
-    """Guesses of one drafter along a text: confidence [n] and right [n]; NaN confidence is no guess.
-
-    Attributes:
-        step_ms: time of one draft step; 0 guesses for nothing.
-        prefill_ms: time per token of catching up.
-        times: all pass times by width instead of these two [ms].
-    """
+    """Guesses of one drafter along a text: confidence [n] and right [n]; NaN confidence is no guess."""
 
     confidence: np.ndarray
     right: np.ndarray
-    step_ms: float = 0.0
-    prefill_ms: float = 0.0
-    times: dict[int, float] | None = None
+    step_ms: float = 0.0  # time of one draft step; 0 guesses for nothing
+    prefill_ms: float = 0.0  # time per token of catching up
+    times: dict[int, float] | None = None  # all pass times by width instead of these two [ms]
 
 
 def stationary(rng: np.random.Generator, n: int, mean: float, sharpness: float = 1.2, honesty: float = 1.0) -> Source:
@@ -69,25 +63,18 @@ def row_of(certainty: float) -> np.ndarray:
 
 @dataclass
 class World:
-    """Costs and a text.
+    """Costs and a text."""
 
-    Attributes:
-        curve: the target's t(w) [ms].
-        sources: the drafters by name, in the order they are asked.
-        noise: relative spread of every measured time.
-        n_prompt: tokens before the text, which a draft model has to read.
-        burst: how much longer than otherwise the first reading of over 32 tokens takes, as another program has the CPU.
-        certainty: the target's probability for its most probable token, along the text; None is unknown.
-    """
-
-    curve: dict[int, float]
-    sources: dict[str, Source]
-    noise: float = 0.03
+    curve: dict[int, float]  # the target's t(w) [ms]
+    sources: dict[str, Source]  # the drafters by name, in the order they are asked
+    noise: float = 0.03  # relative spread of every measured time
     seed: int = 0
     other_ms: float = 0.3
     slowdown: Callable[[int], float] = field(default=lambda position: 1.0)
-    n_prompt: int = 0
+    n_prompt: int = 0  # tokens before the text, which a draft model has to read
+    # how much longer than otherwise the first reading of over 32 tokens takes, as another program has the CPU
     burst: float = 1.0
+    # the target's probability for its most probable token, along the text; None is unknown
     certainty: np.ndarray | None = None
 
     def true_times(self) -> PassTimes:

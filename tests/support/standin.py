@@ -16,34 +16,20 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Server:
-    """Serves files by path over HTTP, with ranges; can stop in the middle, drop connections, hang, or refuse.
-
-    Attributes:
-        files: URL path -> content.
-        digests: URL path -> digest to announce instead of the true one; "" announces none.
-        hold_after: bytes of a content after which sending stops until ``go_on`` is set; 0 never.
-        drop_after: bytes after which the connection breaks, once per request; 0 never.
-        status: answer everything with this status; 0 serves.
-        short: bytes by which what is sent falls short of what a HEAD request was told.
-        long: bytes by which what is sent is more than what a HEAD request was told.
-        sizes: URL path -> size to tell a HEAD request instead of the true one; None tells none.
-        ranges: whether ranges are given; else every answer is the whole file.
-        hang: accept requests and never answer.
-        requests: (method, path, first byte asked for) in order.
-    """
+    """Serves files by path over HTTP, with ranges; can stop in the middle, drop connections, hang, or refuse."""
 
     def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.digests: dict[str, str] = {}
-        self.hold_after = 0
+        self.files: dict[str, bytes] = {}  # URL path -> content
+        self.digests: dict[str, str] = {}  # URL path -> digest to announce instead of the true one; "" announces none
+        self.hold_after = 0  # bytes of a content after which sending stops until ``go_on`` is set; 0 never
         self.go_on = threading.Event()
-        self.drop_after = 0
-        self.status = 0
-        self.hang = False
-        self.ranges = True
-        self.short = self.long = 0
-        self.sizes: dict[str, int | None] = {}
-        self.requests: list[tuple[str, str, int]] = []
+        self.drop_after = 0  # bytes after which the connection breaks, once per request; 0 never
+        self.status = 0  # answer everything with this status; 0 serves
+        self.hang = False  # accept requests and never answer
+        self.ranges = True  # whether ranges are given; else every answer is the whole file
+        self.short = self.long = 0  # bytes that are sent less, or more, than a HEAD request was told
+        self.sizes: dict[str, int | None] = {}  # URL path -> size to tell a HEAD request instead; None tells none
+        self.requests: list[tuple[str, str, int]] = []  # (method, path, first byte asked for) in order
         self._stopped = threading.Event()
         owner = self
 

@@ -59,18 +59,12 @@ GEMMA = (
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """One family."""
 
-    Attributes:
-        vocab: of its tiny files.
-        opening, closing: what stands around thinking in an answer.
-        spelled: whether the marks are text, rather than tokens.
-    """
-
-    vocab: TinyVocab
-    opening: str
+    vocab: TinyVocab  # of its tiny files
+    opening: str  # opening, closing: what stands around thinking in an answer
     closing: str
-    spelled: bool = False
+    spelled: bool = False  # whether the marks are text, rather than tokens
 
 
 _THINK_TOKENS = ("<think>", "</think>")

@@ -16,13 +16,8 @@ from tests.support.waiting import PATIENCE
 
 
 class Tmux:
-    """One program in one terminal window.
-
-    Args:
-        command: what to run; its exit status is printed as ``EXIT n`` when it ends.
-        folder: where the server keeps its socket.
-        env: environment to add; ``TERM`` replaces tmux's own.
-    """
+    """One program in one terminal window; its exit status is printed as ``EXIT n`` when it ends. ``TERM`` in ``env``
+    replaces tmux's own."""
 
     def __init__(
         self, command: Sequence[str], folder: Path, env: dict[str, str], columns: int = 80, lines: int = 40

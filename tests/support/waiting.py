@@ -42,18 +42,11 @@ class Brake:
     """Stops an engine between two passes of its target, so that a test decides what happens in the middle of an answer.
 
     It gives way when it is released, or when the request has been told to stop: how many passes there were then shows
-    whether the engine heeded that.
-
-    Args:
-        llm: whose engine.
-        after: passes that are let through, the reading of the prompt included.
-
-    Attributes:
-        n_passes: of the target so far.
+    whether the engine heeded that. ``after`` passes are let through, the reading of the prompt included.
     """
 
     def __init__(self, llm: LLM, after: int = 5) -> None:
-        self.n_passes = 0
+        self.n_passes = 0  # of the target so far
         self._llm, self._after = llm, after
         self._reached, self._released = threading.Event(), threading.Event()
 

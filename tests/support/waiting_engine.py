@@ -31,39 +31,25 @@ from localspec.sampling.sampling import largest_ids
 
 T = TypeVar("T")
 
-_HASHED = bytes(12_000)
-"""Hashing it takes some ten microseconds."""
+_HASHED = bytes(12_000)  # Hashing it takes some ten microseconds
 
-N_BASE = 16
-"""Rows that all others are made of: more than a processor's cache holds, of 152k logits."""
+N_BASE = 16  # Rows that all others are made of: more than a processor's cache holds, of 152k logits
 
-CERTAIN = 0.97
-"""Probability that the target gives to its most probable token."""
+CERTAIN = 0.97  # Probability that the target gives to its most probable token
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What passes take, and what a draft knows.
+    """What passes take, and what a draft knows."""
 
-    Attributes:
-        ms: of a pass over one token.
-        ms_row: of each further token.
-        device: what ``Capabilities.device`` says.
-        right: probability that the most probable token is the target's; None is the target itself.
-        second: where it is not, the probability that the second is.
-        n_vocab: width of a row of logits; 0 is that of the file.
-        best: whether it hands out only the largest logits of a row where these are enough, as a device can.
-        spins: whether a wait keeps the processor busy, other threads of the process left alone.
-    """
-
-    ms: float
-    ms_row: float = 0.0
-    device: str = "gpu"
-    right: float | None = None
-    second: float = 0.5
-    n_vocab: int = 0
-    best: bool = False
-    spins: bool = False
+    ms: float  # of a pass over one token
+    ms_row: float = 0.0  # of each further token
+    device: str = "gpu"  # what ``Capabilities.device`` says
+    right: float | None = None  # probability that the most probable token is the target's; None is the target itself
+    second: float = 0.5  # where it is not, the probability that the second is
+    n_vocab: int = 0  # width of a row of logits; 0 is that of the file
+    best: bool = False  # whether it hands out only the largest logits of a row where these are enough, as a device can
+    spins: bool = False  # whether a wait keeps the processor busy, other threads of the process left alone
 
     def wait(self, seconds: float) -> None:
         """So long, or a little less."""
@@ -76,13 +62,7 @@ class Timing:
 
 
 class WaitingModel(Model):
-    """See the module's docstring.
-
-    Attributes:
-        seconds: spent in passes so far.
-        cpu_seconds: of these, time of the processor.
-        nominal_ms: what these passes should have lasted.
-    """
+    """See the module's docstring."""
 
     def __init__(self, path: Path, timing: Timing) -> None:
         with GGUFFile(path) as file:
@@ -92,7 +72,8 @@ class WaitingModel(Model):
         self.backend, self.engine, self.n_threads = "reference", f"waiting {timing.ms:g} ms", 1
         self.capabilities = Capabilities(batch_invariant=True, device=timing.device)
         self.n_vocab = max(timing.n_vocab, self.vocab.n_tokens)
-        self.seconds = self.cpu_seconds = self.nominal_ms = 0.0
+        self.seconds = self.cpu_seconds = 0.0  # spent in passes so far, and of these, time of the processor
+        self.nominal_ms = 0.0  # what these passes should have lasted
         self.named = [token for token in range(self.vocab.n_tokens) if token < 256 and token not in self.vocab.eog]
         noise = np.random.default_rng(0).standard_normal((N_BASE, self.n_vocab), dtype=np.float32)
         self.base = 2.0 * noise

@@ -88,8 +88,7 @@ def test_a_private_folder_is_closed_to_others_even_if_it_was_there(tmp_path: Pat
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-MODELS_AND_BUILDS = {"model_files", "backends"}
-"""Rooms that write weights and libraries, and no texts."""
+MODELS_AND_BUILDS = {"model_files", "backends"}  # Rooms that write weights and libraries, and no texts
 
 HEADS = {f"heads/{name}.py" for name in ("assembly", "file", "kinds/eagle3", "training/distill")}
 """Finished heads go where drafters are looked for, as models do."""

@@ -24,39 +24,34 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+CGROUP_2 = {
+    "proc/self/cgroup": "0::/outer/inner",
+    "sys/fs/cgroup/outer/memory.max": str(300 * MIB),
+    "sys/fs/cgroup/outer/memory.current": str(250 * MIB),
+    "sys/fs/cgroup/outer/memory.stat": f"anon 1\ninactive_file {100 * MIB}\nactive_file {20 * MIB}\nfile 9",
+    "sys/fs/cgroup/outer/inner/memory.max": "max",
+    "sys/fs/cgroup/outer/inner/memory.current": str(10 * MIB),
+    "sys/fs/cgroup/outer/inner/cpu.max": "50000 100000",
+    "sys/fs/cgroup/cpu.max": "max 1",
+}
+# In a container the kernel tells the host's path, while the container's group is mounted as the root.
+CGROUP_1 = {
+    "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": str(200 * MIB),
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": str(150 * MIB),
+    "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {30 * MIB}\ntotal_active_file 0",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+}
+
+
 @linux_only
-def test_a_limit_of_cgroup_v2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("files", "room", "limit", "cpus"), [(CGROUP_2, 170, 300, 0.5), (CGROUP_1, 80, 200, 1.5)])
+def test_limits_of_a_container(tmp_path: Path, files: dict[str, str], room: int, limit: int, cpus: float) -> None:
     """The tightest of a group and its parents counts, and cached files are no use of memory."""
-    files = {
-        "proc/self/cgroup": "0::/outer/inner",
-        "sys/fs/cgroup/outer/memory.max": str(300 * MIB),
-        "sys/fs/cgroup/outer/memory.current": str(250 * MIB),
-        "sys/fs/cgroup/outer/memory.stat": f"anon 1\ninactive_file {100 * MIB}\nactive_file {20 * MIB}\nfile 9",
-        "sys/fs/cgroup/outer/inner/memory.max": "max",
-        "sys/fs/cgroup/outer/inner/memory.current": str(10 * MIB),
-        "sys/fs/cgroup/outer/inner/cpu.max": "50000 100000",
-        "sys/fs/cgroup/cpu.max": "max 1",
-    }
     found = machine.read_memory(tree(tmp_path, files))
-    assert machine.cpu_quota(tmp_path) == 0.5
-    assert (found.available, found.limit, found.usable) == (170 * MIB, 300 * MIB, 300 * MIB)
-
-
-@linux_only
-def test_a_limit_of_cgroup_v1_in_a_container(tmp_path: Path) -> None:
-    """The kernel tells the host's path, while the container's group is mounted as the root."""
-    files = {
-        "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(200 * MIB),
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": str(150 * MIB),
-        "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {30 * MIB}\ntotal_active_file 0",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
-    }
-    root = tree(tmp_path, files)
-    found = machine.read_memory(root)
-    assert (found.available, found.limit) == (80 * MIB, 200 * MIB)
-    assert machine.cpu_quota(root) == 1.5
+    assert (found.available, found.limit, found.usable) == (room * MIB, limit * MIB, limit * MIB)
+    assert machine.cpu_quota(tmp_path) == cpus
 
 
 @linux_only

@@ -108,12 +108,8 @@ def _download(entry: Entry, packages: list[str], folder: Path, watch: Watch, pat
         while waiting or running:
             # The first part alone shows whether the index can be reached.
             while waiting and len(running) < (AT_ONCE if has_answered else 1):
-                if has_answered:
-                    patience = ["--timeout", "30", "--retries", "4"]
-                else:
-                    patience = (
-                        ["--timeout", "15", "--retries", "2"] if patient else ["--timeout", "5", "--retries", "0"]
-                    )
+                seconds, retries = ("30", "4") if has_answered else ("15", "2") if patient else ("5", "0")
+                patience = ["--timeout", seconds, "--retries", retries]
                 package, part = waiting.pop(0), Path(tempfile.mkdtemp(prefix="incoming-", dir=folder))
                 running.append((package, part, _start([*pip, "download", *patience], package, part)))
             most = max(most, min(_arrived(folder), entry.bytes))  # for a moment pip has two copies of a part
