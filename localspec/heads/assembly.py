@@ -15,14 +15,7 @@ import numpy as np
 from localspec.errors import EngineError
 from localspec.heads.card import NARROW, HeadCard, block_shapes
 from localspec.heads.file import check_head, engine_folder, matrix_type, output_pieces
-from localspec.model_files.gguf import (
-    ROWS_ONLY,
-    GGUFFile,
-    GGUFOutput,
-    TensorInfo,
-    as_type,
-    new_tensor,
-)
+from localspec.model_files.gguf import ROWS_ONLY, GGUFFile, GGUFOutput, TensorInfo, as_type, new_tensor
 from localspec.system.files import write_atomically
 
 _OUTPUT_TYPE = "Q4_0"  # of the output rows, the quickest to compute

@@ -3,6 +3,9 @@ and change nothing in an answer."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +13,10 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from localspec.heads.file import read_card
+from localspec.system.files import home
+from tests.conftest import REAL_FOLDER
 from tests.support.heads import write_random_head
 from tests.support.replaying import margins, rows_at_width, width_noise
-from tests.support.trained_heads import trained_head
 
 TEXTS = (
     "The history of the bicycle begins in the nineteenth century, when",
@@ -22,13 +26,29 @@ TEXTS = (
 MINUTES = 2
 
 
+def trained_head(target: Path) -> Path:
+    """The head of a real model, made once by the command and kept beside the folder of models."""
+    place = REAL_FOLDER.parent / "heads-for-tests" / target.stem / "chained.gguf"
+    if not place.exists():
+        pytest.importorskip("jax", reason="heads are trained with JAX")
+        command = [sys.executable, "-m", "localspec", "distill", str(target), "--minutes", str(MINUTES)]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        assert done.returncode == 0, done.stderr
+        (made,) = (home() / "distill").glob("*/head.gguf")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(".part")
+        part.write_bytes(made.read_bytes())
+        os.replace(part, place)
+    return place
+
+
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_a_head_made_in_minutes_drafts(real_model: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     target = real_model(name)
-    trained = trained_head(target, MINUTES)
+    trained = trained_head(target)
     card = read_card(trained)
     untrained = write_random_head(
         target, tmp_path / "untrained.gguf", "chained", card.taps, card.n_out, steps=card.steps, copies_target=False
