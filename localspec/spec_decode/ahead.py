@@ -166,9 +166,11 @@ class _AheadPlan(Plan):
     """Draft up to a number of tokens for one outcome, as long as there is time; none ``samples`` where only the
     likeliest are wanted."""
 
-    def __init__(self, room: int, clock: _Clock, probability: float, copying: Collection[str], samples: bool) -> None:
+    def __init__(
+        self, room: int, outer: Plan, clock: _Clock, probability: float, copying: Collection[str], samples: bool
+    ) -> None:
         super().__init__(room, copying)  # what the controller would send of copies is not known yet
-        self._clock, self._probability, self._samples = clock, probability, samples
+        self._outer, self._clock, self._probability, self._samples = outer, clock, probability, samples
 
     def more(self, source: str, pending: int = 0, held: float | None = None) -> int:
         return super().more(source, pending) if pending == 0 or self._clock.fits(self._probability) else 0
@@ -177,7 +179,7 @@ class _AheadPlan(Plan):
         self._clock.took_step(ms)
 
     def samples(self, source: str, confidence: float) -> bool:
-        return self._samples
+        return self._samples and self._outer.samples(source, confidence)
 
 
 class DraftAhead:
@@ -222,7 +224,7 @@ class DraftAhead:
 
     def draft(self, tokens: list[int], plan: Plan) -> Draft:
         """Draft what follows ``tokens``: what was prepared for them, as far as the plan wants it, and what follows."""
-        self.count, self._depth = AheadCount(), plan.room
+        self.count, self._plan, self._depth = AheadCount(), plan, plan.room
         self._others = self._group.proposer.alternatives = {}
         taken, is_cut = self._taken(tokens, plan)
         is_over = is_cut or plan.room <= 0 or bool(taken and taken[-1].id in self._end_tokens)
@@ -340,7 +342,7 @@ class DraftAhead:
         self, tokens: list[int], suffix: Sequence[int], n: int, probability: float, *, samples: bool = True
     ) -> Prepared:
         text = [*tokens, *suffix]
-        plan = _AheadPlan(n, self._clock, probability, self._copying, samples)
+        plan = _AheadPlan(n, self._plan, self._clock, probability, self._copying, samples)
         others: dict[int, Alternatives] = {}
         self._group.proposer.alternatives = others
         draft = self._group.draft(text, plan, ahead=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 
 from localspec.backends import reference
-from localspec.backends.base import FloatArray
+from localspec.backends.base import FloatArray, Forward
 from localspec.backends.llama.llama_cpp import LlamaCppBinding
 from localspec.errors import ModelFileError, NotGGUF, UnsupportedModel, UsageError
 from tests.conftest import TinyFiles, open_backend
 from tests.support import ggufs
-from tests.support.contexts import fresh_rows, some_tokens
+from tests.support.contexts import fresh, fresh_rows, some_tokens
 
 
 def reference_logits(path: Path, tokens: list[int]) -> FloatArray:
@@ -23,7 +24,7 @@ def reference_logits(path: Path, tokens: list[int]) -> FloatArray:
         return fresh_rows(model, tokens)
 
 
-def llama_cpp_logits(path: Path, tokens: list[int]) -> FloatArray:
+def llama_cpp_rows(path: Path, tokens: list[int], hidden: Sequence[str] = ()) -> Forward:
     """llama.cpp at its most exact: keys and values in float32, no flash attention (which rounds them to 16 bits)."""
     backend, options = open_backend("llama-cpp"), LlamaCppBinding.set_context_options
 
@@ -34,7 +35,7 @@ def llama_cpp_logits(path: Path, tokens: list[int]) -> FloatArray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlamaCppBinding, "set_context_options", exact)
         with backend.load(path, n_threads=1, n_gpu_layers=0, kv_type="f32") as model:
-            return fresh_rows(model, tokens)
+            return fresh(model, tokens, 0, hidden)
 
 
 VARIANTS: dict[str, tuple[ggufs.Shape, dict[str, Any]]] = {
@@ -64,7 +65,7 @@ def test_logits_equal_llama_cpp(tmp_path: Path, variant: str) -> None:
     turns or scales otherwise would be far off."""
     path, tokens = written(tmp_path, variant), some_tokens(60)
     ours = reference_logits(path, tokens)
-    assert np.abs(ours - llama_cpp_logits(path, tokens)).max() < 1e-3
+    assert np.abs(ours - llama_cpp_rows(path, tokens).logits).max() < 1e-3
     if variant.startswith(("rope", "linear", "norm")):
         assert np.abs(ours - reference_logits(written(tmp_path, "grouped"), tokens)).max() > 0.1
 

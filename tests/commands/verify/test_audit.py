@@ -192,14 +192,14 @@ TRUNCATE, DECODE = Context.truncate, Context.decode
 
 def rows_of_early_exits_stay(patch: pytest.MonkeyPatch) -> None:
     """Draft tokens that went through some layers only are left in the target's memory, and nobody looks."""
-    draft = decoder.SpeculativeDecoder._draft
+    propose = decoder.SpeculativeDecoder.propose
 
-    def staying(self: decoder.SpeculativeDecoder, *given: Any) -> Draft:
+    def staying(self: decoder.SpeculativeDecoder) -> decoder.TargetPass:
         with patch.context() as inner:
             inner.setattr(self.target, "truncate", lambda n: None)
-            return draft(self, *given)
+            return propose(self)
 
-    patch.setattr(decoder.SpeculativeDecoder, "_draft", staying)
+    patch.setattr(decoder.SpeculativeDecoder, "propose", staying)
     patch.setattr(Context, "_partial", property(lambda self: None, lambda self, given: None), raising=False)
 
 
