@@ -214,6 +214,7 @@ def test_questions_that_do_not_fit_and_models_that_are_not_there(window: Any, ti
     missing = window(tmp_path / "<b>no</b> such.gguf")
     assert (missing.state, missing.error.isVisible(), missing.send.isEnabled()) == ("broken", True, False)
     assert ("<b>no</b> such.gguf" in missing.error.text(), "\n" in missing.error.text()) == (True, False)
+    assert missing.error.textFormat() == Qt.TextFormat.PlainText
 
 
 def test_loading_shows_progress_and_can_be_left(chat: Any, window: Any, endless: Path, monkeypatch: Any) -> None:

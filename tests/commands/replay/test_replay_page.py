@@ -223,6 +223,7 @@ def test_the_end_says_whether_it_is_one_and_what_lies_behind_it_is_marked(
     tab: Callable[[Path], Tab], tmp_path: Path, it: Tab
 ) -> None:
     part = tab(write(tmp_path / "part.html", EVENTS.read_bytes()[:3000])).page
+    expect(part.locator("#damage")).to_be_visible()
     expect(part.locator("#damage")).to_contain_text("in the middle of line")
     expect(part.locator(".ending")).to_have_text("cut short")
     expect(it.page.locator("#damage")).to_be_hidden()
