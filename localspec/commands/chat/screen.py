@@ -263,11 +263,15 @@ class ChatScreen(Paper):
             ("wrong guess", Style.REJECTED, True),
             ("the model's own", Style.TARGET, True),
         ]
-        row = list[StyledText]()
+        row: list[StyledText] = []
         for text, style, is_in_use in looks:
             if is_in_use:
-                row += [(" · ", Style.TARGET), (text, style)]
-        print(*self.rows(row[1:]), sep="\n", file=self.file)
+                each = [(" · ", Style.TARGET), (text, style)] if row else [(text, style)]
+                if row and sum(len(part) for part, _ in row + each) > self.columns:
+                    print(self.painted(row), file=self.file)
+                    row, each = [], each[1:]
+                row += each
+        print(self.painted(row), file=self.file)
 
     # -- answers -------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -217,7 +218,7 @@ def _faster(pair: PairFacts) -> Finding:
     if bench is None:
         entry = Catalog.load().get(target.name)
         model = target.name if entry is not None and str(entry.path) == target.path else target.path
-        return Finding("info", "faster", f"not measured yet; localspec bench {model} measures it")
+        return Finding("info", "faster", f"not measured yet; localspec bench {shlex.quote(model)} measures it")
     run = f"localspec bench, {bench.day}, {bench.n_questions} questions"
     if not bench.n_guesses:
         return Finding("info", "faster", f"no: nothing was guessed ({run})")

@@ -17,7 +17,7 @@ from localspec.commands.chat.chat import AnswerRecord, Chat
 from localspec.commands.chat.commands import COMMANDS, GROUPS, NOISE, is_command, named, run_command, verdict
 from localspec.commands.chat.prompt import CommandCompleter
 from localspec.commands.chat.screen import INDENT, ChatScreen, TextView, guessing, plain_parts, round_parts
-from localspec.commands.chat.typesetter import Style
+from localspec.commands.chat.typesetter import Style, token_style
 from localspec.errors import PromptTooLong
 from localspec.sampling.sampling import SamplingParams
 from localspec.spec_decode.rounds import PromptProgress, Round
@@ -426,17 +426,23 @@ def test_who_guesses_is_one_sentence() -> None:
     assert (guessing(names), guessing(names, "loading")) == (f"{who}.", f"{who}; loading.")
 
 
-def test_the_legend_has_the_kinds_in_use_and_fits() -> None:
-    terminal = Emulator(columns=24)
-    for drafters, follows, shown in (
-        ([], "", []),
-        (["ngram", "early-exit:2"], "", ["by head", "copied"]),
-        (["ngram", "head-of-state"], "", ["guessed by draft model", "copied"]),
-        (["ngram"], "loading the draft model", ["guessed by draft model", "copied"]),
-        (["corpus:x", "head", "m"], "", ["guessed by draft model", "by head", "from your files"]),
-    ):
+@pytest.mark.parametrize("columns", [24, 50, 80])
+def test_the_legend_has_the_kinds_in_use_and_is_broken_between_them(columns: int) -> None:
+    def legend(drafters: list[str], follows: str) -> str:
+        terminal = Emulator(columns)
         terminal.chat_screen().legend(drafters, follows)
-        rows = re.sub("\x1b\\[[0-9;]*m", "", _drain(terminal.file)).splitlines()
-        assert max(map(width, rows), default=0) <= terminal.columns
-        always = ["wrong guess", "the model's own"] if shown else [""]
-        assert " ".join(" ".join(rows).split()).split(" · ") == [*shown, *always]
+        return re.sub("\x1b\\[[0-9;]*m", "", terminal.file.getvalue())
+
+    assert legend([], "") == ""
+    for drafters, follows, shown in (
+        (["ngram", "early-exit:2"], "", {"by head", "copied"}),
+        (["ngram", "head-of-state"], "", {"guessed by draft model", "copied"}),
+        (["ngram"], "loading the draft model", {"guessed by draft model", "copied"}),
+        (["corpus:x", "head", "m"], "", {"guessed by draft model", "by head", "from your files"}),
+    ):
+        rows = legend(drafters, follows).splitlines()
+        assert max(map(width, rows)) <= columns
+        kinds = [kind.strip() for row in rows for kind in row.split("·") if kind.strip()]
+        assert ({*kinds[:-2]}, kinds[-2:]) == (shown, ["wrong guess", "the model's own"])
+    styles = [token_style("accepted", source) for source in ("model", "ngram", "head", "early-exit")]
+    assert (len({*styles}), token_style("bonus", "head")) == (3, Style.TARGET)
