@@ -79,21 +79,21 @@ def _in_short(result: AuditResult) -> Iterator[Finding]:
 
 def _answers(result: AuditResult) -> Iterator[Table]:
     ties = Counter(tie["arm"] for tie in result.ties)
-    head = ["", "answers", "tokens", "guesses", "right", "widest", "ties", "off by"]
+    head = ["", "answers", "tokens", "guesses", "right", "widest"]
     temperature = result.settings["sampling"]["temperature"]
     for sampled, title in ((False, "Greedy answers"), (True, f"Answers at temperature {temperature:g}")):
         rows, widths, rejected = [], set[int](), set[int]()
         for arm in (arm for arm in result.arms if arm.sampled == sampled):
             share = f"{arm.accepted / arm.drafted:.0%}" if arm.drafted else ""
-            off = "" if arm.largest_deviation is None else f"{arm.largest_deviation:.2g}"
-            tied = "" if sampled else ties[arm.arm] or ""
-            figures = [arm.answers, arm.tokens, arm.drafted or "", share, max(arm.widths, default=""), tied, off]
-            rows.append([arm.arm, *map(str, figures)])
+            figures = [arm.answers, arm.tokens, arm.drafted or "", share, max(arm.widths, default="")]
+            off = [] if arm.largest_deviation is None else [ties[arm.arm] or "", f"{arm.largest_deviation:.2g}"]
+            rows.append([arm.arm, *map(str, [*figures, *off])])
             widths |= arm.widths
             rejected |= arm.rejected_at
         places = f"; rejections at places {_spans(rejected)} of a draft" if rejected else ""
         if rows:
-            yield Table(title, head, rows, f"passes over {_spans(widths)} tokens{places}" if widths else "")
+            columns = head if sampled else [*head, "ties", "off by"]
+            yield Table(title, columns, rows, f"passes over {_spans(widths)} tokens{places}" if widths else "")
 
 
 def _checks(result: AuditResult) -> Iterator[Finding]:

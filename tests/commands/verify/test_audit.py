@@ -612,6 +612,8 @@ def test_the_command_says_so_in_one_sentence(verify: Verify) -> None:
     short, _, details = out.partition("Greedy answers")
     assert not any(word in short for word in ("nats", "argmax", "law", "logits", "adversary"))
     assert ("3 answers at a time" in short, "adversary" in details) == (True, True)
+    greedy, _, sampled = details.partition("Answers at temperature")
+    assert ("ties" in greedy, "ties" in sampled) == (True, False)  # of a sample there is none
 
 
 def test_the_json_object_has_the_documented_fields(verify: Verify) -> None:
