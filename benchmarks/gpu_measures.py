@@ -44,6 +44,8 @@ from localspec.backends.llama import llama_cpp
 from localspec.backends.llama.model import LlamaContext
 from localspec.backends.trust import CHECK_TEXT, agreement
 from localspec.controllers.fixed import FixedController
+from localspec.engine.answer import rounds as rounds_of_pair
+from localspec.engine.pair import Pair
 from localspec.spec_decode.ahead import DraftAhead
 from localspec.spec_decode.decoder import SpeculativeDecoder
 from localspec.spec_decode.detokenizer import TextAssembler
@@ -138,17 +140,16 @@ class PassClock:
     """How long passes have taken so far; within the block, where one thread runs them."""
 
     def __init__(self) -> None:
-        self._seconds, self._since = 0.0, 0.0
+        self._seconds = 0.0
 
     def __enter__(self) -> PassClock:
         self._feed = feed = Context._feed
 
         def timed(context: Context, tokens: Sequence[int], compute: Callable[[], Forward]) -> Forward:
-            self._since = time.perf_counter()
+            since = time.perf_counter()
             try:
                 return feed(context, tokens, compute)
             finally:
-                since, self._since = self._since, 0.0
                 self._seconds += time.perf_counter() - since
 
         Context._feed = timed  # type: ignore[method-assign]
@@ -158,21 +159,28 @@ class PassClock:
         Context._feed = self._feed  # type: ignore[method-assign]
 
     def elsewhere(self) -> float:
-        """The time, less that of passes, the one that is running included [s]."""
-        now = time.perf_counter()
-        return now - self._seconds - (now - self._since if self._since else 0.0)
+        """The time, less that of the passes so far [s]; asked for in the thread that computes them."""
+        return time.perf_counter() - self._seconds
 
 
-def watched(llm: LLM, params: SamplingParams, **options: Any) -> list[tuple[Round, float]]:
-    """The rounds of an answer, after the first two, with our own time in each [ms]."""
-    found: list[tuple[Round, float]] = []
-    with PassClock() as clock:
-        before = 0.0
-        for round_ in llm.rounds(CHECK_TEXT, params, **options):
-            now = clock.elsewhere()
-            found.append((round_, (now - before) * 1e3))
-            before = now
-    return found[2:]
+def watched(llm: LLM, params: SamplingParams, draft_length: int) -> list[tuple[Round, float]]:
+    """The rounds of an answer, after the first two, with our own time in each [ms].
+
+    In the engine's own thread: another one may find the next pass begun already, or read two rounds at once.
+    """
+
+    def work(pair: Pair) -> list[tuple[Round, float]]:
+        found: list[tuple[Round, float]] = []
+        prompt = pair.target.tokenize(CHECK_TEXT, add_special=True)
+        with PassClock() as clock:
+            before = clock.elsewhere()
+            for round_ in rounds_of_pair(pair, prompt, params, draft_length, lambda n: None, lambda: False):
+                now = clock.elsewhere()
+                found.append((round_, (now - before) * 1e3))
+                before = now
+        return found[2:]
+
+    return llm.run(work)
 
 
 def medians(seen: Sequence[tuple[Round, float]]) -> dict[str, Any]:
@@ -194,8 +202,8 @@ def rounds(args: argparse.Namespace) -> dict[str, Any]:
         found["drafts"] = llm.draft_names
         for name, sampling in (("greedy", {"temperature": 0.0}), ("sampled", {"temperature": 0.8, "top_k": 40})):
             params = SamplingParams(max_tokens=12 * args.repeats, ignore_eos=True, **sampling)
-            for kind, drafted in (("plain", {"speculate": False}), ("drafted", {"draft_length": 8})):
-                seen = [pair for pair in watched(llm, params, **drafted) if kind == "plain" or pair[0].draft]
+            for kind, length in (("plain", 0), ("drafted", 8)):
+                seen = [pair for pair in watched(llm, params, length) if kind == "plain" or pair[0].draft]
                 found[f"{kind}_{name}"] = medians(seen)
         found["ms_to_begin"] = llm.run(lambda pair: ms_to_begin(pair.context))
         found["overlaps"] = llm.run(lambda pair: pair.context.overlaps)
@@ -347,7 +355,7 @@ def head(args: argparse.Namespace) -> dict[str, Any]:
         path = write_random_head(args.file, Path(folder) / "head.gguf", n_out=min(32768, n_vocab))
         with LLM(args.file, [f"head:{path}"], remember=False, idle=False, **options) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=12 * args.repeats, ignore_eos=True)
-            seen = [(each, own) for each, own in watched(llm, params, draft_length=4) if each.draft]
+            seen = [(each, own) for each, own in watched(llm, params, 4) if each.draft]
             return {"bytes": path.stat().st_size, **medians(seen)}
 
 
