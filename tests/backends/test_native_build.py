@@ -1,8 +1,9 @@
 """``localspec engine``: ik-llama compiled for this CPU. The compiler here is a script that links the wheel's libraries
-with a byte more; all else is as it is for a user. One test compiles."""
+with a byte more; all else is as it is for a user. Two tests compile."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 
@@ -22,6 +25,7 @@ from localspec.backends.llama import ik_llama
 from localspec.backends.llama.ggml import digest
 from localspec.backends.registry import unavailable_reason
 from localspec.errors import EngineMismatch, EngineUnavailable
+from localspec.system.machine import cpu_features
 from tests.conftest import TinyFiles
 from tests.support.program import localspec
 
@@ -244,10 +248,87 @@ def test_qwen_is_the_same_on_what_is_really_compiled(
     home = tmp_path / "native"
     command = [sys.executable, "-m", "localspec", "engine", "build", "--force"]
     (home / "models").mkdir(parents=True)
-    model = real_model("qwen2.5-coder-0.5b")
-    (home / "models" / model.name).symlink_to(model)
-    done = subprocess.run(
-        command, env=os.environ | {"LOCALSPEC_HOME": str(home)}, capture_output=True, text=True, check=False
-    )
+    for model in (real_model("qwen2.5-coder-0.5b"), real_model("qwen2.5-coder-1.5b")):
+        (home / "models" / model.name).symlink_to(model)
+    environment = os.environ | {"LOCALSPEC_HOME": str(home)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"{model.name}: same best token at" in done.stdout
+    assert "same best token at" in done.stdout
+    # Where all tensors are K-quants, a token's logits do not depend on how many are verified beside it.
+    subprocess.run([sys.executable, "-c", WIDTHS, str(model)], env=environment, check=True)
+
+
+WIDTHS = """
+import sys
+import numpy as np
+from localspec.backends.llama.ik_llama import compiled_library, load
+
+assert compiled_library() is not None
+with load(sys.argv[1]) as model, model.new_context(256) as context:
+    tokens = model.tokenize("Speculative decoding checks several tokens of a draft at once. " * 9, add_special=True)
+
+    def logits(width):
+        context.truncate(0)
+        context.decode(tokens[:48], "none")
+        passes = [context.decode(tokens[at : at + width], "all").logits.copy() for at in range(48, 96, width)]
+        return np.concatenate(passes)
+
+    alone = logits(1)
+    for width in (2, 3, 4, 6, 8):
+        np.testing.assert_array_equal(logits(width), alone, f"passes over {width} tokens")
+"""
+
+
+def random_blocks(q: int, n_blocks: int, size: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Weights as ik-llama interleaves four rows of them, with scales that are numbers."""
+    blocks = rng.integers(256, size=(n_blocks, size), dtype=np.uint8)
+    n_scales = 4 if q == 6 else 8
+    blocks[:, : 2 * n_scales] = rng.uniform(0, 0.01, (n_blocks, n_scales)).astype(np.float16).view(np.uint8)
+    return blocks
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.skipif("AVX512-VNNI" not in cpu_features(), reason="our kernels are for AVX512-VNNI")
+@pytest.mark.skipif(native_build.compiler() is None, reason="no compiler is here")
+def test_our_kernels_compute_what_the_engines_own_do_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCALSPEC_OFFLINE")  # the source is fetched
+    found = native_build.fetched(native_build.PACKAGE, "vendor/ik_llama.cpp", tmp_path, subprocess.call)
+    assert found is not None
+    native_build.put_kernels(found)
+    source = found / "ggml"
+    library = tmp_path / "kernels.so"
+    flags = ["-O2", "-march=native", "-std=c++17", "-w", "-shared", "-fPIC", "-DGGML_USE_IQK_MULMAT"]
+    folders = [f"-I{source / part}" for part in ("src/iqk", "src", "include")]
+    here = Path(__file__).with_name("kernels.cpp")
+    subprocess.run([str(native_build.compiler()), *flags, *folders, str(here), "-o", str(library)], check=True)
+    ctypes.CDLL(str(ik_llama.package_library().with_name(ik_llama.GGML)), mode=ctypes.RTLD_GLOBAL)
+    kernels = ctypes.CDLL(str(library))
+    sizes = (ctypes.c_int * 4)()
+    kernels.sizes(sizes)
+    rng = np.random.default_rng(1)
+    n, n_rows = 768, 12
+    column = np.dtype([("d", "f4"), ("sum", "f4"), ("quants", "i1", 256), ("sums", "u1", 32)])
+    assert column.itemsize == sizes[3]
+    for q, size in zip((4, 5, 6), sizes, strict=False):
+        weights = random_blocks(q, n_rows // 4 * n // 256, size, rng)
+        columns = np.zeros((8, n // 256), column)
+        columns["d"] = rng.uniform(0, 0.1, columns.shape)
+        columns["quants"] = rng.integers(-127, 128, columns["quants"].shape)
+        by_half = columns["quants"].reshape(8, -1, 16, 16).sum(-1)
+        # Of Q6_K sums of integers, of 16 each; of the others as numbers, of 32 each.
+        sums = by_half.astype("i2") if q == 6 else by_half.reshape(8, -1, 8, 2).sum(-1).astype("f4")
+        columns["sums"] = np.ascontiguousarray(sums).view("u1").reshape(columns["sums"].shape)
+        for n_columns in range(1, 9):
+            results = np.full((2, n_columns, n_rows), np.nan, np.float32)
+            for ours in (0, 1):
+                kernels.multiply(
+                    q, ctypes.c_bool(ours), n, n_rows, weights.ctypes.data_as(ctypes.c_void_p),
+                    ctypes.c_size_t(n // 256 * size // 4), n_columns, columns.ctypes.data_as(ctypes.c_void_p),
+                    ctypes.c_size_t(columns[0].nbytes), results[ours].ctypes.data_as(ctypes.c_void_p),
+                )  # fmt: skip
+            assert np.isfinite(results).all()
+            assert results[0].std() > 0
+            np.testing.assert_array_equal(results[0].view(np.int32), results[1].view(np.int32), f"Q{q}_K, {n_columns}")
