@@ -215,24 +215,26 @@ def _fetch(source: Path, log: Path, report: Report) -> None:
 def put_kernels(source: Path) -> None:
     """Have our kernels for K-quants compiled into ik-llama; ``llama/k_quants.h`` says which, and why."""
     kernels, place = Path(ik_llama.__file__).with_name("k_quants.h"), source / "ggml/src/iqk"
-    path = place / "iqk_gemm_kquants.cpp"
-    text = path.read_text(encoding="utf-8")
+    shutil.copy2(kernels, place)
     # Old, new, and how many are replaced (0: all). The kernels for x86 come before those for ARM.
-    changes = [
+    products: list[tuple[str, str, int]] = [
         (r"namespace \{", f'#include "{kernels.name}"\n\n\\g<0>', 1),
         (r"if constexpr \(nrc_y == 1\) \{", "if constexpr (false) {", 0),  # one column is computed as several are
     ]
     for q in "456":
         loop = rf"const block_q{q}_k_r4 \* iq{q} = .*\n *for \(int ibl = 0; ibl < nbl; \+\+ibl\) \{{"
-        changes.append((loop, rf"\g<0> localspec::prefetch(iq{q}[ibl]);", 1))
+        products.append((loop, rf"\g<0> localspec::prefetch(iq{q}[ibl]);", 1))
         chosen = rf"IQK_SET_MUL_MAT_FUNCTIONS\(mul_mat_q{q}_k_r4_q8_k, kernels\)"
-        changes.append((chosen, f"LOCALSPEC_SET_FUNCTIONS(q{q}_k_r4)", 1))
-    for old, new, count in changes:
-        text, n = re.subn(old, new, text, count=count)
-        if not n:
-            raise EngineUnavailable(f"the source of {PACKAGE} is not the one that our kernels are made for")
-    shutil.copy2(kernels, place)
-    path.write_text(text, encoding="utf-8")
+        products.append((chosen, f"LOCALSPEC_SET_FUNCTIONS(q{q}_k_r4)", 1))
+    # Attention of one row leaves out cells at the end that attention of several looks at, and rounds otherwise.
+    attention = [(r"neq1 == 1 && nek1 > 256 && mask", "false", 1)]
+    for name, changes in (("iqk_gemm_kquants.cpp", products), ("iqk_flash_attn.cpp", attention)):
+        text = (place / name).read_text(encoding="utf-8")
+        for old, new, count in changes:
+            text, n = re.subn(old, new, text, count=count)
+            if not n:
+                raise EngineUnavailable(f"the source of {PACKAGE} is not the one that our kernels are made for")
+        (place / name).write_text(text, encoding="utf-8")
 
 
 def fetched(package: str, part: str, folder: Path, run: Callable[[list[str]], int]) -> Path | None:

@@ -264,13 +264,13 @@ import numpy as np
 from localspec.backends.llama.ik_llama import compiled_library, load
 
 assert compiled_library() is not None
-with load(sys.argv[1]) as model, model.new_context(256) as context:
-    tokens = model.tokenize("Speculative decoding checks several tokens of a draft at once. " * 9, add_special=True)
+with load(sys.argv[1]) as model, model.new_context(512) as context:
+    tokens = model.tokenize("Speculative decoding checks several tokens of a draft at once. " * 40, add_special=True)
 
     def logits(width):
         context.truncate(0)
-        context.decode(tokens[:48], "none")
-        passes = [context.decode(tokens[at : at + width], "all").logits.copy() for at in range(48, 96, width)]
+        context.decode(tokens[:300], "none")
+        passes = [context.decode(tokens[at : at + width], "all").logits.copy() for at in range(300, 348, width)]
         return np.concatenate(passes)
 
     alone = logits(1)
