@@ -31,10 +31,11 @@ from localspec.backends.base import (
     Progress,
     Wanted,
     layer_name,
+    n_wanted,
 )
 from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
-from localspec.errors import EngineError, UnsupportedModel, UsageError, shown
+from localspec.errors import EngineError, UnsupportedModel, UsageError, is_number, shown
 from localspec.model_files.gguf import GGUFFile
 
 Array = npt.NDArray[np.float64]
@@ -64,7 +65,7 @@ class Hyperparameters:
             value = file.field(key, default)
             if value is None:
                 raise UnsupportedModel(f"the file does not say {file.architecture}.{key}")
-            if not isinstance(value, int | float) or (whole and value != int(value)):
+            if not is_number(value) or (whole and value != int(value)):
                 raise UnsupportedModel(f"the file says {file.architecture}.{key} = {shown(value)}, which is no size")
             return float(value)
 
@@ -270,7 +271,7 @@ class ReferenceContext(Context):
         ``parents``: which of the rows each follows, -1 being the memory; None is the one before.
         """
         model, n_all = self.model, self.model.n_layers
-        first = {"all": 0, "last": len(rows) - 1, "none": len(rows)}[logits]
+        first = len(rows) - n_wanted(logits, len(rows))
         found: FloatArray = np.empty((len(rows) - first, model.n_vocab), dtype=np.float32)
         whole = [layer_name(i) for i in range(n_layers or n_all - 1)] if self.hidden else []
         states: dict[str, list[Array]] = {name: [] for name in self.hidden if not n_layers or name in whole}

@@ -278,6 +278,11 @@ def test_trees_that_are_none(branching: Context) -> None:
             branching.keep(path)
     branching.keep([0, 1])
     assert branching.tokens == [5, 6, 7, 8]
+    for use in (lambda: branching.truncate(4), branching.export_state):
+        branching.decode_tree([9], [-1])
+        use()
+        with pytest.raises(UsageError, match="no tree"):
+            branching.keep([0])
 
 
 def test_a_tree_that_does_not_fit(model: Model, branching: Context) -> None:

@@ -14,7 +14,16 @@ from localspec.backends.llama import model as model_module
 from localspec.backends.llama import rollback
 from localspec.errors import UsageError
 from tests.conftest import Backend, TinyFiles, open_backend
-from tests.support.contexts import BROKEN, breaking_off, every_state, fresh_rows, rows, some_tokens, try_any_order
+from tests.support.contexts import (
+    BROKEN,
+    breaking_off,
+    check_next,
+    every_state,
+    fresh_rows,
+    rows,
+    some_tokens,
+    try_any_order,
+)
 
 
 def divergence(p_logits: FloatArray, q_logits: FloatArray) -> float:
@@ -61,6 +70,18 @@ def recurrent(request: pytest.FixtureRequest, tiny: TinyFiles) -> Iterator[Model
 
 def test_anything_in_a_memory_that_cannot_be_rewound(recurrent: Model) -> None:
     try_any_order(recurrent, recurrent, hidden=every_state(recurrent), n_examples=n_examples(recurrent))
+
+
+def test_a_state_of_another_text_is_never_gone_back_to(recurrent: Model) -> None:
+    """MLX keeps the states before several passes, of which any order of operations hardly ever meets one again."""
+    first, second = some_tokens(50), some_tokens(60, seed=1)
+    with recurrent.new_context(128) as context:
+        context.decode(first[:40], "none")
+        context.decode(first[40:], "none")
+        context.truncate(0)
+        context.decode(second[:50], "none")
+        context.truncate(45)
+        check_next(recurrent, context, second[45:])
 
 
 def test_a_rejected_draft_of_which_there_are_snapshots_costs_no_pass(

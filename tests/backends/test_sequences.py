@@ -106,6 +106,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
             lambda: batch.copy_prefix(0, 4, 1): "not 4",
             lambda: model.new_batch(0, 16): "at least 1",
             lambda: model.new_batch(2, 0): "at least 1",
+            lambda: model.new_batch(2, 16, n_ctx=0): "at least 1",
         }
         for use, words in refused.items():
             with pytest.raises(UsageError, match=words):

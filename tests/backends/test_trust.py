@@ -493,9 +493,10 @@ def test_a_file_is_tried_once_and_only_if_it_is_of_an_unfamiliar_kind(
         patch.setattr(trial, "run_child", lambda *_: -int(signal.SIGTERM))
         with pytest.raises(UnsupportedModel):
             ik_llama.load(tiny.hybrid)
-    monkeypatch.setattr(trial, "_POLL_S", 0.0)
-    with pytest.raises(Cancelled):
-        ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "_POLL_S", 0.0)
+        with pytest.raises(Cancelled):
+            ik_llama.load(tiny.hybrid, progress=lambda fraction: False)
     monkeypatch.setattr(trial, "run_child", counted)
     for _ in range(2):
         ik_llama.load(tiny.bpe).close()

@@ -310,6 +310,7 @@ class Memories(RuleBasedStateMachine):
         with breaking_off(self.model), pytest.raises(BROKEN):
             (feed or partial(context.decode, tokens))()
         self.check_left(i)
+        self.check_no_tree(i)
 
     def check_left(self, i: int) -> None:
         """After a pass that broke off: all is there, but for rows of floats that MLX cannot feed again."""
