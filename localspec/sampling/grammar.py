@@ -357,6 +357,8 @@ class _Writer:
                 return " ".join(self.expression(part, in_lexeme=in_lexeme) for part in parts) or '""'
             case Choice(options):
                 return "(" + " | ".join(self.expression(each, in_lexeme=in_lexeme) for each in options) + ")"
+            case Repeat(most=0):
+                return '""'
             case Repeat(body, least, most):
                 times = f"{{{least},{'' if most is None else most}}}"
                 return f"({self.expression(body, in_lexeme=in_lexeme)}){times}"

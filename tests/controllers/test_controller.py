@@ -21,7 +21,7 @@ from localspec.controllers.fixed import FixedController
 from localspec.controllers.learned import TimeBudget
 from localspec.controllers.stopping import Continuation, Prospects
 from localspec.errors import UsageError
-from localspec.sampling.sampling import Row, SamplingParams, top_probability
+from localspec.sampling.sampling import Distribution, Row, SamplingParams, top_probability
 from localspec.spec_decode.rounds import Draft, DraftToken, EmittedToken, Round, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.simulator import CURVES, Source, World, adversarial, stationary, switching
@@ -186,6 +186,21 @@ def test_what_takes_more_passes_for_a_token_costs_more() -> None:
     )
     assert twice.costs.step_ms("model") == 2 * once.costs.step_ms("model")
     assert twice.break_even("model") > once.break_even("model") + 0.05
+
+
+def test_samples_are_accepted_at_rates_of_their_own() -> None:
+    likeliest, sampled = ({"model": SourceAcceptance(GREEDY)} for _ in range(2))
+    costs, params = (PassTimes(CURVES["ik"]), {"model": PassTimes({1: 5.0})}), SamplingParams(temperature=1.0)
+    controller = AutoController(*costs, likeliest, sampled, params=params)
+    plan, acceptance = controller.plan(room=20, n_past=10), controller.acceptance
+    sample = DraftToken(0, "model", 0.6, Distribution(np.arange(2), np.array([0.6, 0.4])), 0.6)
+    for _ in range(30):
+        acceptance.observe(Draft([sample]), [])
+        acceptance.observe(Draft([DraftToken(0, "model", 0.6, None, 0.6)]), [0])
+    assert plan.keep("model", 0.6) == likeliest["model"].expected(0.6) > 0.8
+    assert sampled["model"].expected(0.6) < 0.4
+    assert plan.keep("model", 0.6, sampled=True) in (None, sampled["model"].expected(0.6))
+    assert acceptance.table("model")[bin_of(0.6)] == sampled["model"].table()[bin_of(0.6)]
 
 
 @pytest.mark.parametrize("length", [-1, 65])

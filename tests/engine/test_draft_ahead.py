@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,7 @@ def loaded(files: tuple[Path, Path], target: str, draft: str) -> Iterator[LLM]:
 
 @pytest.fixture
 def apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    monkeypatch.setattr("localspec.engine.state.sys.platform", "linux")
+    monkeypatch.setattr("localspec.engine.state.sys", SimpleNamespace(platform="linux"))
     yield from loaded(files, "gpu", "cpu")
 
 
@@ -49,7 +50,7 @@ def apart(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator
 def test_devices_that_are_shared_are_left_alone(
     files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, system: str, target: str, draft: str
 ) -> None:
-    monkeypatch.setattr("localspec.engine.state.sys.platform", system)
+    monkeypatch.setattr("localspec.engine.state.sys", SimpleNamespace(platform=system))
     for llm in loaded(files, target, draft):
         assert llm.run(lambda pair: pair.state.drafting_ahead) is None
         reply = llm.generate("one two", PARAMS, draft_length=3)

@@ -66,6 +66,7 @@ def test_llama_cpps_json_grammar() -> None:
         ('root ::= "true" | [a-z]+ "!" | "{" root "}"', "true {true} {truex!} t!", "tru {t}"),
         ('root ::= [^a-c] [é-ü]* | "ab" root "ab"', "d déü abdab", "a ab"),
         ("root ::= .+", "a\n😀", ""),
+        ('root ::= "a"{0} x{0,0} ("b" "c"{0}){2}\nx ::= "x"', "bb", "abb xbb b bbc"),
     ],
 )
 def test_grammars_mean_what_they_say(grammar: str, good: str, bad: str) -> None:

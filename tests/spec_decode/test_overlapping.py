@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from localspec import LLM, SamplingParams
+from localspec import LLM, Reply, SamplingParams
 from localspec.backends.base import Context, Forward
 from localspec.backends.llama.model import LlamaContext
 from localspec.backends.llama.passes import LlamaPasses
@@ -145,22 +146,25 @@ def test_the_answer_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch, lengt
 
 def test_llama_cpp_calls_back_within_its_passes(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a GPU computes; each round but an answer's last is handed on there."""
+    engine, n_within, run = open_backend("llama-cpp").name, 0, LlamaPasses.run
 
-    def answers() -> list[list[int]]:
+    def answers() -> list[Reply]:
         with LLM(tiny.pair.target, ["ngram", tiny.pair.draft], backend=engine, n_ctx=256, idle=False) as llm:
-            return [list(llm.generate(PROMPT, GREEDY, draft_length=length).token_ids) for length in (0, 3, "auto")]
-
-    engine, calls, run = open_backend("llama-cpp").name, list[bool](), LlamaPasses.run
-    expected = answers()
+            return [llm.generate(PROMPT, GREEDY, draft_length=length) for length in (0, 3, "auto")]
 
     def watched(self: LlamaPasses, *args: Any, begun: Callable[[], None] | None = None, **options: Any) -> Any:
-        calls.append(begun is not None)
-        return run(self, *args, begun=begun, **options)
+        called = Mock(side_effect=begun)
+        forward = run(self, *args, begun=begun and called, **options)
+        nonlocal n_within
+        n_within += called.called
+        return forward
 
+    expected = [reply.token_ids for reply in answers()]
     monkeypatch.setattr(LlamaContext, "overlaps", property(lambda self: True, lambda self, value: None), raising=False)
     monkeypatch.setattr(LlamaPasses, "run", watched)
-    assert answers() == expected
-    assert sum(calls) > 20
+    found = answers()
+    assert [reply.token_ids for reply in found] == expected
+    assert n_within == sum(reply.stats["num_rounds"] - 1 for reply in found)
 
 
 def test_a_pass_that_nothing_was_done_beside_is_run_once(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""Several drafters as one: the first that is confident enough drafts next, token by token, in the plan's order."""
+"""Several drafters as one: the first that is confident enough drafts next, token by token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from localspec.spec_decode.rounds import Draft, DraftToken
 
 @dataclass(slots=True)
 class DrafterGroup:
-    """Asks its drafters in the plan's order, token by token: the first with one that it wants continues the draft.
+    """Asks its drafters in turn, token by token: the first with one that the plan wants continues the draft.
 
     So a run that an n-gram recognises is copied for free in the middle of what a model began, and the model takes over
     again where the copy ends.
 
     Args:
-        drafters: one that fails is removed.
+        drafters: in the order in which they are asked, of those that copy the surest first; one that fails is removed.
         proposer: of the answer.
         end_tokens: no draft goes on behind these.
         lost: takes a drafter that failed, and why.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from localspec import LLM, EngineError, SamplingParams, UsageError
 from localspec.backends import reference
 from localspec.backends.trust import CHECK_TEXT
 from localspec.controllers.cost_model import PassTimes
+from localspec.controllers.fixed import FixedController
 from localspec.engine.loading import DraftCopy, measuring, reading
+from localspec.spec_decode.drafters.base import Plan
 from localspec.spec_decode.drafters.draft_model import DraftModelDrafter
 from localspec.system.steps import exhaust
 from tests.conftest import open_backend
@@ -143,17 +146,23 @@ def test_a_draft_that_turns_bad_is_dropped_with_one_warning(
 
 def test_the_other_drafters_go_on(wide: ggufs.Pair, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never_sound = write_draft(folder / "never-sound.gguf", output=(17, np.nan))  # one of its logits is never a number
-    asked: list[str] = []
-    draft = DraftModelDrafter.draft
+    asked, told = list[str](), list[set[str]]()
+    draft, plan = DraftModelDrafter.draft, FixedController.plan
 
     def noted(self: DraftModelDrafter, *args: Any) -> Any:
         asked.append(self.info.source)
         return draft(self, *args)
 
+    def planned(self: FixedController, *args: Any, lost: Set[str], **options: Any) -> Plan:
+        told.append(set(lost))
+        return plan(self, *args, lost=lost, **options)
+
     monkeypatch.setattr(DraftModelDrafter, "draft", noted)
+    monkeypatch.setattr(FixedController, "plan", planned)
     with LLM(wide.target, draft=["ngram", never_sound, wide.draft], backend="reference", n_ctx=256) as llm:
         reply = llm.generate(PROMPT, GREEDY, draft_length=4)
         assert llm.draft_names == ["ngram", "wide"]
+        assert (told[0], told[-1]) == (set(), {"model"})  # then more copies are taken
         sources = reply.stats["by_source"]
         assert sources["model2"]["num_draft_tokens"] > 0
         assert "model" not in sources

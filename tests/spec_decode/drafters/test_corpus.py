@@ -142,8 +142,11 @@ def test_only_what_changed_is_read_again(corpus: Corpus) -> None:
     index.source.text = lambda name: read.append(name) or text(name)  # type: ignore[method-assign,func-returns-value]
     assert exhaust(index.survey()) == Survey(21, survey.n_bytes, 0, 0)
     assert following(index, "number 7").startswith(" is here")
-    corpus.write("7.txt", "number 7 was there")
+    assert index.idle_work() is None
     (corpus.root / "8.txt").unlink()
+    assert exhaust(index.survey()).n_new == 0
+    assert index.idle_work() is not None  # what is gone is to be dropped
+    corpus.write("7.txt", "number 7 was there")
     corpus.write("new.txt", "something new")
     assert exhaust(index.survey()).n_new == 2
     exhaust(index.update())
@@ -337,7 +340,6 @@ def test_the_surer_of_corpus_and_ngrams_goes_first(corpus: Corpus, surer: str) -
 
 def test_files_are_read_while_nobody_waits(tiny: TinyFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafters that cannot be loaded keep no file of those in use from being read."""
-    monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("localspec.engine.worker.on_battery", lambda: False)
     folder = tmp_path / "project"
     folder.mkdir()
@@ -357,11 +359,14 @@ def test_files_are_read_while_nobody_waits(tiny: TinyFiles, tmp_path: Path, monk
         assert n_before > 0
         assert any(line.endswith("tokens are indexed") for line in llm.warnings)
         (folder / "b.txt").write_text("and others that came later")
+        index._due = 0.0  # some time later
         llm.generate("la", SamplingParams(max_tokens=2))
         deadline = time.monotonic() + 60
         while index.n_tokens == n_before and time.monotonic() < deadline:
             llm.wait_idle(1)
         assert index.n_tokens > n_before
+        assert llm.wait_idle(60)
+        assert sum(line.endswith("tokens are indexed") for line in llm.warnings) == 1  # the first time
 
 
 def test_saved_chats_and_conversations_of_the_page_are_a_corpus_if_one_says_so(
