@@ -13,9 +13,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import ModelFileError, UnsupportedModel, is_number, is_whole, shown
+from localspec.errors import ModelFileError, UnsupportedModel, first_problem, is_whole, shown
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
+from localspec.system.terminal import on_one_line
 
 ARCHITECTURE = "localspec-head"
 VERSION = 1
@@ -25,7 +26,7 @@ VERSION = 1
 Kind = Literal["chained", "exit"]
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
-_MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
+_MAX_STEPS, _MAX_TAPS = 64, 16
 _MAX_TEXT = 1 << 20
 
 NARROW = 32  # channels of a layer that adds nothing: engines need whole blocks
@@ -94,6 +95,8 @@ class CurvePoint:
 class Training:
     """How a head was made."""
 
+    __pydantic_config__ = {"strict": True, "allow_inf_nan": False}  # noqa: RUF012
+
     command: str = ""  # what makes it again
     seed: int = 0
     data_tokens: int = 0  # distinct tokens in the training data
@@ -111,38 +114,29 @@ class Training:
         rates = [by_step[0] for kind, by_step in self.acceptance.items() if kind != ALL_TEXTS and by_step]
         return median(rates) if rates else None
 
+    def __post_init__(self) -> None:
+        points = [self.seed, self.data_tokens, self.tokens_seen, self.minutes]
+        points += [number for point in self.curve for number in (point.tokens_seen, point.minutes)]
+        if not all(0 <= number < 1 << 63 for number in points):
+            raise ValueError("a number of it is out of range")
+        for rates in (self.acceptance, *(point.acceptance for point in self.curve)):
+            if not all(0 <= rate <= 1 for by_step in rates.values() for rate in by_step):
+                raise ValueError("an acceptance of it is no share")
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Training:
-        """Read what ``to_json`` wrote; a ValueError says what is wrong with it."""
+        """Read what ``to_json`` wrote; a ValueError says in a line what is wrong with it."""
         if len(text) > _MAX_TEXT:
             raise ValueError("it is too long")
+        from pydantic import TypeAdapter, ValidationError  # takes a while
+
         try:
-            data = _table(json.loads(text))
-        except (ValueError, RecursionError):
-            raise ValueError("it is not JSON") from None
-        points, earlier = data.get("curve", []), data.get("earlier", [])
-        for name, found in (("learning curve", points), ("starting point", earlier)):
-            if not isinstance(found, list) or len(found) > _MAX_POINTS:
-                raise ValueError(f"its {name} is not a list")
-        curve = [
-            CurvePoint(_number(p, "tokens_seen", whole=True), _number(p, "minutes"), _rates(p.get("acceptance", {})))
-            for p in map(_table, points)
-        ]
-        return cls(
-            command=str(data.get("command", "")),
-            seed=_number(data, "seed", whole=True),
-            data_tokens=_number(data, "data_tokens", whole=True),
-            tokens_seen=_number(data, "tokens_seen", whole=True),
-            minutes=_number(data, "minutes"),
-            machine=str(data.get("machine", "")),
-            versions={str(name): str(version) for name, version in _table(data.get("versions", {})).items()},
-            curve=tuple(curve),
-            acceptance=_rates(data.get("acceptance", {})),
-            earlier=tuple(map(str, earlier)),
-        )
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"its training: {on_one_line(first_problem(error))}") from None
 
 
 @dataclass(frozen=True, eq=False)  # an array has no truth value
@@ -306,26 +300,3 @@ class HeadCard:
             yield f"engines need heads of a multiple of 8 channels and an MLP of a multiple of 32, not {sizes[2:]}"
         if not (0 < self.rope_base < math.inf and 0 < self.norm_eps < 1):
             yield f"its rotation has the base {self.rope_base} and its norms the epsilon {self.norm_eps}"
-
-
-def _table(data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict) or len(data) > _MAX_CATEGORIES:
-        raise ValueError(f"{shown(data)} is not a table")
-    return data
-
-
-def _number(data: Mapping[str, Any], name: str, *, whole: bool = False) -> Any:
-    value = data.get(name, 0)
-    if not (is_whole(value) if whole else is_number(value)) or not 0 <= value < 1 << 63:
-        raise ValueError(f"its {name} is {shown(value)}")
-    return int(value) if whole else float(value)
-
-
-def _rates(data: Any) -> dict[str, tuple[float, ...]]:
-    found = {}
-    for category, rates in _table(data).items():
-        is_list = isinstance(rates, list) and len(rates) <= _MAX_STEPS
-        if not is_list or not all(is_number(rate) and 0 <= rate <= 1 for rate in rates):
-            raise ValueError(f"its acceptance is {shown(rates)}")
-        found[category] = tuple(map(float, rates))
-    return found

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.card import TargetFacts
-from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole, width_of_heads
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged
 from localspec.model_files.nextn import KeysAndValues
 from localspec.model_files.vocab import Vocab
 
@@ -100,19 +100,6 @@ class PublishedHead:
                 return f"it reads keys and values of {read}, but {target.name} has {found or 'none'} there"
         difference = vocab.difference(self.vocab) if self.vocab is not None else ""
         return f"its vocabulary differs from that of {target.name}: {difference}" if difference else ""
-
-
-def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
-    """Query heads, key heads, and channels of each, of a head's own attention.
-
-    Raises:
-        ModelFileError: they are missing, or an engine would assert on them.
-    """
-    n_head = whole(file, "attention.head_count")
-    n_head_kv = whole(file, "attention.head_count_kv", n_head)
-    if n_head % n_head_kv:
-        raise damaged(file, f"its {n_head} attention heads cannot share {n_head_kv} key heads")
-    return n_head, n_head_kv, width_of_heads(file, n_embd // n_head)
 
 
 def token_map(file: GGUFFile, n_vocab: int) -> npt.NDArray[np.int64]:

@@ -26,8 +26,8 @@ from localspec.errors import UnsupportedModel, shown
 from localspec.heads.base import HeadContext
 from localspec.heads.card import block_shapes
 from localspec.heads.file import output_rows
-from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, attention_sizes, layers_read, token_map
-from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, whole
+from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, layers_read, token_map
+from localspec.model_files.gguf import GGUFFile, attention_sizes, check_shapes, damaged, whole
 from localspec.model_files.vocab import Vocab
 
 N_TAPS = 3
