@@ -219,9 +219,10 @@ def test_a_failure_leaves_all_memories_as_before(
 
 def test_all_computing_is_done_by_one_thread(tiny: TinyFiles, evaluations: list[str]) -> None:
     """MLX's streams belong to threads: what one has begun another cannot always finish."""
+    path = tiny.sliding
 
     def live() -> None:
-        with mlx.load(tiny.sliding) as model, model.new_context(64) as context:
+        with mlx.load(path) as model, model.new_context(64) as context:
             context.decode(some_tokens(10))
             context.truncate(3)
             context.decode([5])
