@@ -6,17 +6,16 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from localspec.errors import ModelFileError, UnsupportedModel, first_problem, is_whole, shown
+from localspec.errors import ModelFileError, UnsupportedModel, is_number, is_whole, shown
 from localspec.model_files.gguf import GGUFFile
 from localspec.model_files.vocab import Vocab
-from localspec.system.terminal import on_one_line
 
 ARCHITECTURE = "localspec-head"
 VERSION = 1
@@ -95,8 +94,6 @@ class CurvePoint:
 class Training:
     """How a head was made."""
 
-    __pydantic_config__ = {"strict": True, "allow_inf_nan": False}  # noqa: RUF012
-
     command: str = ""  # what makes it again
     seed: int = 0
     data_tokens: int = 0  # distinct tokens in the training data
@@ -108,20 +105,26 @@ class Training:
     acceptance: Rates = field(default_factory=dict)  # of the head in full precision, on held-out answers
     earlier: tuple[str, ...] = ()  # commands of the heads that it started from, the first one first
 
+    def __post_init__(self) -> None:
+        whole = [self.seed, self.data_tokens, self.tokens_seen, *(point.tokens_seen for point in self.curve)]
+        minutes = [self.minutes, *(point.minutes for point in self.curve)]
+        tables = (self.acceptance, *(point.acceptance for point in self.curve))
+        rates = [rate for table in tables for by_step in table.values() for rate in by_step]
+        texts = [self.command, self.machine, *self.versions.values(), *self.earlier]
+        for what, holds in (
+            ("a count", all(is_whole(each) and 0 <= each < 1 << 63 for each in whole)),
+            ("a duration", all(is_number(each) and 0 <= each < 1 << 63 for each in minutes)),
+            ("an acceptance", all(is_number(each) and 0 <= each <= 1 for each in rates)),
+            ("a text", all(isinstance(each, str) for each in texts)),
+        ):
+            if not holds:
+                raise ValueError(f"{what} of its training is none")
+
     @property
     def first_rate(self) -> float | None:
         """Share of held-out places at which the first token was right: the median of the kinds of text."""
         rates = [by_step[0] for kind, by_step in self.acceptance.items() if kind != ALL_TEXTS and by_step]
         return median(rates) if rates else None
-
-    def __post_init__(self) -> None:
-        points = [self.seed, self.data_tokens, self.tokens_seen, self.minutes]
-        points += [number for point in self.curve for number in (point.tokens_seen, point.minutes)]
-        if not all(0 <= number < 1 << 63 for number in points):
-            raise ValueError("a number of it is out of range")
-        for rates in (self.acceptance, *(point.acceptance for point in self.curve)):
-            if not all(0 <= rate <= 1 for by_step in rates.values() for rate in by_step):
-                raise ValueError("an acceptance of it is no share")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
@@ -130,13 +133,22 @@ class Training:
     def from_json(cls, text: str) -> Training:
         """Read what ``to_json`` wrote; a ValueError says in a line what is wrong with it."""
         if len(text) > _MAX_TEXT:
-            raise ValueError("it is too long")
-        from pydantic import TypeAdapter, ValidationError  # takes a while
-
+            raise ValueError("what it says of its training is too long")
         try:
-            return TypeAdapter(cls).validate_json(text)
-        except ValidationError as error:
-            raise ValueError(f"its training: {on_one_line(first_problem(error))}") from None
+            said = json.loads(text)
+            found = {each.name: said[each.name] for each in fields(cls) if each.name in said}
+            found["curve"] = tuple(
+                CurvePoint(each["tokens_seen"], each["minutes"], _rates(each["acceptance"]))
+                for each in said.get("curve", ())
+            )
+            found["acceptance"], found["earlier"] = _rates(said.get("acceptance", {})), tuple(said.get("earlier", ()))
+            return cls(**found)
+        except (AttributeError, KeyError, TypeError, RecursionError):
+            raise ValueError("what it says of its training is no table of that") from None
+
+
+def _rates(said: Any) -> Rates:
+    return {category: tuple(by_step) for category, by_step in said.items()}
 
 
 @dataclass(frozen=True, eq=False)  # an array has no truth value

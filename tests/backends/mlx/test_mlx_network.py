@@ -16,6 +16,7 @@ os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 mx = pytest.importorskip("mlx.core")
 
 from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from localspec.backends.base import NORM, layer_name  # noqa: E402
 from localspec.backends.mlx import network as network_module  # noqa: E402
@@ -126,7 +127,7 @@ def test_logits_and_states_are_those_of_llama_cpp(name: str, tmp_path: Path) -> 
     names = [*map(layer_name, range(len(network.module.layers))), NORM] if name in ARCHITECTURES else []
     theirs = llama_cpp_rows(path, tokens, names)
     assert agreement(theirs.logits, ours).mean_kl < 5e-5
-    found = network.states(mx.array([tokens]), network_module.mlx_caches(network.module), names) if names else {}
+    found = network.states(mx.array([tokens]), make_prompt_cache(network.module), names) if names else {}
     for layer in names:
         states = np.array(found[layer].astype(mx.float32))[0]
         assert np.abs(states - theirs.hidden[layer]).max() < 0.01 * np.abs(states).max(), layer
@@ -165,9 +166,9 @@ def test_rows_put_in_for_embeddings_are_all_that_it_knows_of_tokens(name: str, t
     network = load_network(FILES[name].write(tmp_path / "model.gguf"))
     tokens = mx.array([tokens_for(network.n_vocab, 8)])
     rows = mx.random.normal((1, 8, network.n_embd), key=mx.random.key(0))
-    own = network.states(tokens, network_module.mlx_caches(network.module), [layer_name(0)])
-    fed = network.states(tokens, network_module.mlx_caches(network.module), [layer_name(0)], rows=rows)
-    others = network.states(tokens[:, ::-1], network_module.mlx_caches(network.module), [], rows=rows)
+    own = network.states(tokens, make_prompt_cache(network.module), [layer_name(0)])
+    fed = network.states(tokens, make_prompt_cache(network.module), [layer_name(0)], rows=rows)
+    others = network.states(tokens[:, ::-1], make_prompt_cache(network.module), [], rows=rows)
     assert mx.array_equal(fed[NORM], others[NORM])
     assert not mx.array_equal(fed[layer_name(0)], own[layer_name(0)])
 

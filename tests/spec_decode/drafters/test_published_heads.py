@@ -267,23 +267,21 @@ def test_a_head_whose_engine_fails_is_done_without(
     left = iter(range(6))
     with open_llm(tiny, write(tiny.pair.target, tmp_path / "head.gguf"), engine) as llm:
         plain = llm.generate(PROMPT, GREEDY, speculate=False).token_ids
+        owner, name = staging_module.staging(), "process"
         if engine == "mlx":
-            from localspec.heads.kinds.mlx import Eagle3Trunk
+            from localspec.heads.kinds.mlx import Eagle3Trunk as owner
 
-            real = Eagle3Trunk.__call__
+            name = "__call__"
+        real = getattr(owner, name)
 
-            def failing(*given: Any) -> Any:
-                if next(left, None) is None:
-                    raise RuntimeError("out of memory")
+        def failing(*given: Any) -> Any:
+            if next(left, None) is not None:
                 return real(*given)
+            if engine == "mlx":
+                raise RuntimeError("out of memory")
+            return 1
 
-            monkeypatch.setattr(Eagle3Trunk, "__call__", failing)
-        else:
-            functions = staging_module.staging()
-            process = functions.process
-            monkeypatch.setattr(
-                functions, "process", lambda *given: 1 if next(left, None) is None else int(process(*given))
-            )
+        monkeypatch.setattr(owner, name, failing)
         assert llm.generate(PROMPT, GREEDY).token_ids == plain
         assert llm.draft_names == []
         (warning,) = llm.warnings
