@@ -73,6 +73,14 @@ class PublishedHead:
     def row_width(self) -> int:
         return self.n_target * len(self.taps) if self.block else self.n_embd
 
+    def misplaced(self, engine: str, target: Model) -> UnsupportedModel:
+        """The error where this engine computes it for a target, from which it takes weights, on another one."""
+        what = " and ".join(self.borrows) or f"{self.title} layer"
+        return UnsupportedModel(
+            f"{self.path.name} takes its {what} from its target, which has to be on {engine} for that and is on "
+            f"{target.backend}; use --backend {engine}"
+        )
+
     def misfit(self, target: TargetFacts, vocab: Vocab, kept: Mapping[bool, KeysAndValues]) -> str:
         """Why it cannot draft for a target, of which ``kept`` is what is ``readable``, in a clause; "" where it can."""
         if self.n_target != target.n_embd:

@@ -1,7 +1,6 @@
 """Heads that models are published with: what is said does not depend on them, and their memory is exact.
 
-A head that has embeddings and an output matrix of its own serves a target on any engine: with one on the reference
-engine texts are equal to the bit, whatever computes the head.
+Beside other drafters, several answers at a time and on all engines they are in ``tests/engine/test_any_drafter.py``.
 """
 
 from __future__ import annotations
@@ -249,7 +248,7 @@ def test_a_model_without_a_usable_mtp_layer_answers_and_says_why_it_has_none(tmp
 def test_an_mtp_layer_is_of_llama_cpp(tmp_path: Path) -> None:
     open_backend("ik-llama")
     path = ggufs.write_glm(tmp_path / "glm.gguf")
-    with pytest.raises(LocalspecError, match=r"runs on llama-cpp, .* is on ik-llama; use --backend llama-cpp"):
+    with pytest.raises(LocalspecError, match=r"its MTP layer .* on llama-cpp for that and is on ik-llama; use"):
         open_mtp(path, backend="ik-llama")
 
 
