@@ -36,7 +36,7 @@ from localspec.backends.base import (
 from localspec.backends.soundness import check_hyperparameters
 from localspec.backends.tokenizer import PythonByteLevel, Tokenizer
 from localspec.errors import EngineError, UnsupportedModel, UsageError, is_number, shown
-from localspec.model_files.gguf import GGUFFile
+from localspec.model_files.gguf import GGUFFile, attention_sizes, damaged, whole
 
 Array = npt.NDArray[np.float64]
 
@@ -61,49 +61,37 @@ class Hyperparameters:
         """Read them; ModelFileError where they cannot be, UnsupportedModel for a variant that is not computed here."""
         check_hyperparameters(file)
 
-        def number(key: str, default: float | None = None, whole: bool = False) -> float:
+        def real(key: str, default: float | None = None) -> float:
             value = file.field(key, default)
-            if value is None:
-                raise UnsupportedModel(f"the file does not say {file.architecture}.{key}")
-            if not is_number(value) or (whole and value != int(value)):
-                raise UnsupportedModel(f"the file says {file.architecture}.{key} = {shown(value)}, which is no size")
+            if not is_number(value):
+                raise damaged(file, f"{file.architecture}.{key} is {shown(value)}")
             return float(value)
 
-        def size(key: str, default: int | None = None) -> int:
-            return int(number(key, default, whole=True))
-
-        scaling, factor = file.field("rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
+        scaling, factor = file.field("rope.scaling.type", "none"), real("rope.scaling.factor", 1.0)
         head_counts = (file.field(f"attention.{name}") for name in ("head_count", "head_count_kv"))
         for what, unsupported in (
-            ("a mixture of experts", number("expert_count", 0)),
+            ("a mixture of experts", real("expert_count", 0)),
             ("layers of different widths", any(isinstance(each, np.ndarray) for each in head_counts)),
             (f"rope scaling {shown(scaling)}", not isinstance(scaling, str) or scaling not in ("none", "linear")),
             (f"a rope scaled by {factor:g}", factor <= 0),
         ):
             if unsupported:
                 raise UnsupportedModel(f"the reference backend does not compute {what}; use another --backend")
-        n_embd, n_head = size("embedding_length"), size("attention.head_count")
-        n_head_kv = size("attention.head_count_kv", n_head)
-        if not n_embd or not n_head or not n_head_kv or n_head % n_head_kv:
-            raise UnsupportedModel(
-                f"the file says {n_embd} channels, {n_head} heads, {n_head_kv} key heads, which do not fit together"
-            )
-        d_head = size("attention.key_length", n_embd // n_head)
-        if size("rope.dimension_count", d_head) != d_head:
+        n_embd = whole(file, "embedding_length")
+        n_head, n_head_kv, d_head = attention_sizes(file, n_embd)
+        if file.field("rope.dimension_count", d_head) != d_head:
             raise UnsupportedModel(
                 "the reference backend does not compute a rotation of some channels only; use another --backend"
             )
-        if not d_head or d_head % 2:
-            raise UnsupportedModel(f"the file says heads of {d_head} channels, which cannot be rotated in pairs")
         return cls(
-            n_layer=size("block_count"),
+            n_layer=whole(file, "block_count"),
             n_embd=n_embd,
             n_head=n_head,
             n_head_kv=n_head_kv,
             d_head=d_head,
-            rope_base=number("rope.freq_base", 10000.0),
+            rope_base=real("rope.freq_base", 10000.0),
             rope_scale=factor if scaling == "linear" else 1.0,
-            norm_eps=number("attention.layer_norm_rms_epsilon"),
+            norm_eps=real("attention.layer_norm_rms_epsilon"),
         )
 
 

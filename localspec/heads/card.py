@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,7 @@ VERSION = 1
 Kind = Literal["chained", "exit"]
 
 _TAP = re.compile(r"norm|layer:(0|[1-9]\d{0,3})")
-_MAX_STEPS, _MAX_TAPS, _MAX_POINTS, _MAX_CATEGORIES = 64, 16, 4096, 256
+_MAX_STEPS, _MAX_TAPS = 64, 16
 _MAX_TEXT = 1 << 20
 
 NARROW = 32  # channels of a layer that adds nothing: engines need whole blocks
@@ -105,6 +105,21 @@ class Training:
     acceptance: Rates = field(default_factory=dict)  # of the head in full precision, on held-out answers
     earlier: tuple[str, ...] = ()  # commands of the heads that it started from, the first one first
 
+    def __post_init__(self) -> None:
+        whole = [self.seed, self.data_tokens, self.tokens_seen, *(point.tokens_seen for point in self.curve)]
+        minutes = [self.minutes, *(point.minutes for point in self.curve)]
+        tables = (self.acceptance, *(point.acceptance for point in self.curve))
+        rates = [rate for table in tables for by_step in table.values() for rate in by_step]
+        texts = [self.command, self.machine, *self.versions.values(), *self.earlier]
+        for what, holds in (
+            ("a count", all(is_whole(each) and 0 <= each < 1 << 63 for each in whole)),
+            ("a duration", all(is_number(each) and 0 <= each < 1 << 63 for each in minutes)),
+            ("an acceptance", all(is_number(each) and 0 <= each <= 1 for each in rates)),
+            ("a text", all(isinstance(each, str) for each in texts)),
+        ):
+            if not holds:
+                raise ValueError(f"{what} of its training is none")
+
     @property
     def first_rate(self) -> float | None:
         """Share of held-out places at which the first token was right: the median of the kinds of text."""
@@ -116,33 +131,24 @@ class Training:
 
     @classmethod
     def from_json(cls, text: str) -> Training:
-        """Read what ``to_json`` wrote; a ValueError says what is wrong with it."""
+        """Read what ``to_json`` wrote; a ValueError says in a line what is wrong with it."""
         if len(text) > _MAX_TEXT:
-            raise ValueError("it is too long")
+            raise ValueError("what it says of its training is too long")
         try:
-            data = _table(json.loads(text))
-        except (ValueError, RecursionError):
-            raise ValueError("it is not JSON") from None
-        points, earlier = data.get("curve", []), data.get("earlier", [])
-        for name, found in (("learning curve", points), ("starting point", earlier)):
-            if not isinstance(found, list) or len(found) > _MAX_POINTS:
-                raise ValueError(f"its {name} is not a list")
-        curve = [
-            CurvePoint(_number(p, "tokens_seen", whole=True), _number(p, "minutes"), _rates(p.get("acceptance", {})))
-            for p in map(_table, points)
-        ]
-        return cls(
-            command=str(data.get("command", "")),
-            seed=_number(data, "seed", whole=True),
-            data_tokens=_number(data, "data_tokens", whole=True),
-            tokens_seen=_number(data, "tokens_seen", whole=True),
-            minutes=_number(data, "minutes"),
-            machine=str(data.get("machine", "")),
-            versions={str(name): str(version) for name, version in _table(data.get("versions", {})).items()},
-            curve=tuple(curve),
-            acceptance=_rates(data.get("acceptance", {})),
-            earlier=tuple(map(str, earlier)),
-        )
+            said = json.loads(text)
+            found = {each.name: said[each.name] for each in fields(cls) if each.name in said}
+            found["curve"] = tuple(
+                CurvePoint(each["tokens_seen"], each["minutes"], _rates(each["acceptance"]))
+                for each in said.get("curve", ())
+            )
+            found["acceptance"], found["earlier"] = _rates(said.get("acceptance", {})), tuple(said.get("earlier", ()))
+            return cls(**found)
+        except (AttributeError, KeyError, TypeError, RecursionError):
+            raise ValueError("what it says of its training is no table of that") from None
+
+
+def _rates(said: Any) -> Rates:
+    return {category: tuple(by_step) for category, by_step in said.items()}
 
 
 @dataclass(frozen=True, eq=False)  # an array has no truth value
@@ -306,26 +312,3 @@ class HeadCard:
             yield f"engines need heads of a multiple of 8 channels and an MLP of a multiple of 32, not {sizes[2:]}"
         if not (0 < self.rope_base < math.inf and 0 < self.norm_eps < 1):
             yield f"its rotation has the base {self.rope_base} and its norms the epsilon {self.norm_eps}"
-
-
-def _table(data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict) or len(data) > _MAX_CATEGORIES:
-        raise ValueError(f"{shown(data)} is not a table")
-    return data
-
-
-def _number(data: Mapping[str, Any], name: str, *, whole: bool = False) -> Any:
-    value = data.get(name, 0)
-    if not (is_whole(value) if whole else is_number(value)) or not 0 <= value < 1 << 63:
-        raise ValueError(f"its {name} is {shown(value)}")
-    return int(value) if whole else float(value)
-
-
-def _rates(data: Any) -> dict[str, tuple[float, ...]]:
-    found = {}
-    for category, rates in _table(data).items():
-        is_list = isinstance(rates, list) and len(rates) <= _MAX_STEPS
-        if not is_list or not all(is_number(rate) and 0 <= rate <= 1 for rate in rates):
-            raise ValueError(f"its acceptance is {shown(rates)}")
-        found[category] = tuple(map(float, rates))
-    return found

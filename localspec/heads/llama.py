@@ -71,7 +71,9 @@ class LlamaHeadModel(Model):
         self._lender_on_gpus = not lends or (isinstance(target, LlamaModel) and target.on_gpus)
         if head.in_target:
             self.engine += f" {head.title}"  # its passes are not those of the model in the same file
-            self.handle = self._handle_of(target)
+            self.handle = self._lender(target).handle
+            if not target.capabilities.mtp:
+                raise EngineError(f"{self.engine} could not load the {head.title} layer of {self.path.name}")
             return
         handle = self.binding.load_model(head.path, layers, None, mtp=head.has_zeroth)
         if not handle:
@@ -99,24 +101,10 @@ class LlamaHeadModel(Model):
         able = self.binding.finds_best and alone and self.capabilities.device == "gpu" and self._lender_on_gpus
         return able and best_pays(self, head_pass)
 
-    def _handle_of(self, target: Model) -> int:
-        if not isinstance(target, LlamaModel) or target.binding is not self.binding:
-            raise UnsupportedModel(
-                f"the {self.head.title} layer of {self.path.name} runs on llama-cpp, and the model is on "
-                f"{target.backend}; use --backend llama-cpp"
-            )
-        if not target.capabilities.mtp:
-            raise EngineError(f"{self.engine} could not load the {self.head.title} layer of {self.path.name}")
-        return target.handle
-
     def _lender(self, target: Model) -> LlamaModel:
         if not isinstance(target, LlamaModel) or target.binding is not self.binding:
-            what = " and ".join(self.head.borrows)
-            raise UnsupportedModel(
-                f"{self.path.name} takes its {what} from its target, which has to be on llama-cpp for that and is on "
-                f"{target.backend}; use --backend llama-cpp"
-            )
-        if target.reloads:
+            raise self.head.misplaced("llama-cpp", target)
+        if target.reloads and not self.head.in_target:
             raise UnsupportedModel(f"{self.path.name} takes weights of its target, which cannot be on RPC servers then")
         return target
 

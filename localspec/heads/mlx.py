@@ -16,7 +16,7 @@ from localspec.backends.mlx.library import NAME, binding, owner
 from localspec.backends.mlx.model import MLXContext, MLXModel, building, device_for
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.weights import fill
-from localspec.errors import EngineError, UnsupportedModel
+from localspec.errors import EngineError
 from localspec.heads.base import HeadContext
 from localspec.heads.kinds.base import OWN_TENSORS, LoadHeadModel, PublishedHead
 from localspec.model_files.gguf import GGUFFile
@@ -38,11 +38,7 @@ class MLXHeadModel(MLXModel):
     ) -> None:
         lender = target.network if isinstance(target, MLXModel) else None
         if lender is None and (head.borrows or head.in_target):
-            what = " and ".join(head.borrows) or "weights"
-            raise UnsupportedModel(
-                f"{head.path.name} uses the {what} of its target, so the target must run on the mlx backend, "
-                f"not on {target.backend}"
-            )
+            raise head.misplaced(NAME, target)
         engine = binding()
         self.head, self.owner = head, owner()
         with GGUFFile(head.path) as file:

@@ -78,7 +78,7 @@ class FileHeads(_Heads):
         return names_published_head(path)
 
     def automatic(self, target: Model) -> Iterator[str]:
-        return heads_of(target)
+        return found_heads(target.path, target.backend, mtp=target.capabilities.mtp)
 
     def find(self, argument: str, target: Model) -> FoundDraft:
         path = Path(argument).expanduser() if argument else next(head_files(target.path, target.backend), None)
@@ -135,11 +135,6 @@ def found_heads(target: Path, backend: str | None, *, mtp: bool) -> Iterator[str
     if mtp:
         yield MTP
     yield from (f"{HEAD}:{path}" for path in head_files(target, backend))
-
-
-def heads_of(target: Model) -> Iterator[str]:
-    """The same for a loaded target."""
-    return found_heads(target.path, target.backend, mtp=target.capabilities.mtp)
 
 
 # Which passes of a head are timed.

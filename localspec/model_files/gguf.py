@@ -598,5 +598,14 @@ def width_of_heads(file: GGUFFile, usual: int | None = None, suffix: str = "") -
     return width
 
 
+def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
+    """Query heads, key heads, and channels of each; ``ModelFileError``: they are missing, or do not fit together."""
+    n_head = whole(file, "attention.head_count")
+    n_head_kv = whole(file, "attention.head_count_kv", n_head)
+    if n_head % n_head_kv:
+        raise damaged(file, f"its {n_head} attention heads cannot share {n_head_kv} key heads")
+    return n_head, n_head_kv, width_of_heads(file, n_embd // n_head)
+
+
 def damaged(file: GGUFFile, what: str) -> ModelFileError:
     return ModelFileError(f"{file.path.name} is damaged: {what}; fetch it again")

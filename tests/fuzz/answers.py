@@ -40,6 +40,7 @@ from tests.fuzz.target import Check, Target, timed
 from tests.support.gguf_vocabs import spm_vocab
 from tests.support.ggufs import Shape, correlated_pair, write_llama
 from tests.support.heads import write_random_head
+from tests.support.published_heads import write_dflash, write_eagle3
 from tests.support.thinkers import FAMILIES
 from tests.support.waiting import held
 
@@ -62,6 +63,9 @@ DRAFTS = (
     ("text",),
 )
 """What drafts together; in an answer that follows a grammar that drafts too."""
+
+PUBLISHED = (("eagle3",), ("dflash",), ("dspark",), ("ngram", "eagle3", "model"), ("dflash", "ngram"), ("dflash2",))
+"""The same with heads that models are published with; where the engine computes none of a kind, llama.cpp does."""
 
 WAYS = ("chain", "branches", "ahead")  # How one answer at a time is drafted; several are drafted in chains
 
@@ -219,6 +223,15 @@ class World:
             found |= {"ngram": "ngram", "early-exit": "early-exit:1", "pard": f"pard:{pair.draft}:3"}
             found["text"] = str(write_llama(self.folder / f"{family}-text.gguf", shape, spm_vocab()))
             found["chained"] = f"head:{write_random_head(pair.target, self.folder / f'{family}-head.gguf')}"
+            layers, whole = (1, 1, 2), {"own_embeddings": True, "own_output": True}
+            for name, write, options in (
+                ("eagle3", write_eagle3, {"n_out": 200}),
+                ("dflash", write_dflash, {"windows": [True, False]}),
+                ("dspark", write_dflash, {"markov": True, "confidence": True, "n_out": 200}),
+                ("dflash2", write_dflash, {"selector": 4, "block_size": 8}),
+            ):
+                made = write(pair.target, self.folder / f"{family}-{name}.gguf", layers, **whole, **options)
+                found[name] = str(made)
             self._files[family] = found
         return self._files[family]
 

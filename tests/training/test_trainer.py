@@ -176,9 +176,7 @@ def trainer(tiny: TinyFiles, checkpoint: Path, passages: list[Passage], n_out: i
     file = GGUFFile(target)
     output = tensor_rows(file, "output.weight", slice(n_out))
     card = new_card(file, fingerprint(target), Recipe(steps=2, d_ff=32), np.arange(len(output), dtype=np.int32))
-
-    def embed(some: Any) -> Any:
-        return tensor_rows(file, "token_embd.weight", some)
+    embed = embedder(file)
 
     def begin() -> Start:
         return start(file, card, embed, passages[1:], seed=0)

@@ -111,7 +111,7 @@ class Header:
 
 Array = npt.NDArray[Any]
 
-_ATTENTION = {
+ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -127,10 +127,10 @@ def _feed_forward(path: str, suffix: str = "") -> dict[str, str]:
 
 
 MLP = _feed_forward("mlp")
-_LLAMA = _ATTENTION | MLP | _NORMS
+_LLAMA = ATTENTION | MLP | _NORMS
 _EXPERTS = {"ffn_gate_inp": "mlp.gate"} | _feed_forward("mlp.switch_mlp", "_exps")
 
-_SHORT_CONVOLUTIONS = _ATTENTION | {
+_SHORT_CONVOLUTIONS = ATTENTION | {
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
     "attn_output": "self_attn.out_proj",
@@ -412,7 +412,7 @@ def _all_heads(header: Header) -> list[int]:
 
 
 _DELTA_NET = (
-    _ATTENTION
+    ATTENTION
     | _QK_NORMS
     | _POST_NORM
     | {
@@ -460,7 +460,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", _LLAMA, shifted_norms=True),
     "gemma3": Architecture(
         "gemma3_text",
-        _ATTENTION
+        ATTENTION
         | MLP
         | _QK_NORMS
         | _POST_NORM
@@ -470,7 +470,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         "glm4_moe",
-        _ATTENTION
+        ATTENTION
         | MLP
         | _QK_NORMS
         | _EXPERTS
@@ -481,7 +481,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
-        _ATTENTION
+        ATTENTION
         | _POST_NORM
         | _feed_forward("mlp.experts", "_exps")
         | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
@@ -521,7 +521,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "olmo2": Architecture(
         "olmo2",
-        _ATTENTION
+        ATTENTION
         | MLP
         | _QK_NORMS
         | {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
@@ -551,7 +551,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         converted=_STATES | {"ffn_gate_inp_shexp.weight": lambda stored: stored.reshape(1, -1)},
         ignored=("expert_gating_func", "expert_shared_count"),
     ),
-    "qwen3moe": Architecture("qwen3_moe", _ATTENTION | _NORMS | _QK_NORMS | _EXPERTS, _qwen3moe),
+    "qwen3moe": Architecture("qwen3_moe", ATTENTION | _NORMS | _QK_NORMS | _EXPERTS, _qwen3moe),
     "smollm3": Architecture(
         "smollm3", _LLAMA, _llama, interleaved=True, without_rope=lambda layer: (layer + 1) % 4 == 0
     ),

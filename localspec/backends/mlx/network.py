@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx_lm.models.cache import make_prompt_cache
 
 from localspec.backends.base import NEXTN, NORM, Progress, layer_name
 from localspec.backends.mlx.architecture import (
@@ -171,13 +172,6 @@ class Network:
         return self._head(hidden)
 
 
-def mlx_caches(module: nn.Module) -> list[Any]:
-    """An empty memory of the kinds that mlx-lm chooses: one that forgets where a layer sees a window only."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return list(make_prompt_cache(module))
-
-
 class _Tap:
     """A layer that also notes what it puts out, and may be given something else than what is put in."""
 
@@ -277,7 +271,7 @@ def _load(file: GGUFFile, dtype: mx.Dtype, progress: Progress | None) -> Network
         n_embd=args.hidden_size,
         compute_dtype=dtype,
         layer_windows=_windows(module),
-        layer_states=tuple(len(getattr(cache, "cache", ())) for cache in mlx_caches(module)),
+        layer_states=tuple(len(getattr(cache, "cache", ())) for cache in make_prompt_cache(module)),
         max_context=max_context,
         _trunk=trunk,
         _head=project if divisor == 1.0 else lambda hidden: project(hidden) / divisor,
@@ -330,4 +324,4 @@ def install_rope(
 
 
 def _windows(module: nn.Module) -> tuple[int | None, ...]:
-    return tuple(getattr(cache, "max_size", None) for cache in mlx_caches(module))
+    return tuple(getattr(cache, "max_size", None) for cache in make_prompt_cache(module))

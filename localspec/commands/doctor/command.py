@@ -37,7 +37,7 @@ from localspec.errors import EngineError, LocalspecError, ModelFileError, UsageE
 from localspec.heads import FROM_STATES, HEAD, MTP
 from localspec.heads.kinds import names_published_head
 from localspec.heads.published import computes_mtp
-from localspec.heads.sources import found_heads, head_files, heads_of
+from localspec.heads.sources import FILE_HEADS, found_heads, head_files
 from localspec.measuring.last_bench import last_bench
 from localspec.measuring.passes import break_even_table, pass_table
 from localspec.model_files.catalog import Catalog, short_name
@@ -513,7 +513,7 @@ class Doctor:
             if calibrate:
                 watch.call(llm, lambda pair: pair.recalibrate(watch.report))
             chosen = () if examined.automatic else examined.heads
-            heads = chosen or llm.run(lambda pair: ranking.short_head_names(heads_of(pair.target)))
+            heads = chosen or llm.run(lambda pair: ranking.short_head_names(FILE_HEADS.automatic(pair.target)))
             rank = self.found.rank = ranking.rank(llm, heads, drafts, self.options.params({}), watch, ranking.SECONDS)
         self.parts += ranking_parts(rank)
         advice = recommend_ranked(rank, target.spec, {draft.name: draft.spec for draft in drafts})

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from localspec.backends.base import Model
 from localspec.errors import UnsupportedModel, shown
 from localspec.heads.card import TargetFacts
-from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged, whole, width_of_heads
+from localspec.model_files.gguf import TENSOR_TYPES, GGUFFile, damaged
 from localspec.model_files.nextn import KeysAndValues
 from localspec.model_files.vocab import Vocab
 
@@ -73,6 +73,14 @@ class PublishedHead:
     def row_width(self) -> int:
         return self.n_target * len(self.taps) if self.block else self.n_embd
 
+    def misplaced(self, engine: str, target: Model) -> UnsupportedModel:
+        """The error where this engine computes it for a target, from which it takes weights, on another one."""
+        what = " and ".join(self.borrows) or f"{self.title} layer"
+        return UnsupportedModel(
+            f"{self.path.name} takes its {what} from its target, which has to be on {engine} for that and is on "
+            f"{target.backend}; use --backend {engine}"
+        )
+
     def misfit(self, target: TargetFacts, vocab: Vocab, kept: Mapping[bool, KeysAndValues]) -> str:
         """Why it cannot draft for a target, of which ``kept`` is what is ``readable``, in a clause; "" where it can."""
         if self.n_target != target.n_embd:
@@ -100,19 +108,6 @@ class PublishedHead:
                 return f"it reads keys and values of {read}, but {target.name} has {found or 'none'} there"
         difference = vocab.difference(self.vocab) if self.vocab is not None else ""
         return f"its vocabulary differs from that of {target.name}: {difference}" if difference else ""
-
-
-def attention_sizes(file: GGUFFile, n_embd: int) -> tuple[int, int, int]:
-    """Query heads, key heads, and channels of each, of a head's own attention.
-
-    Raises:
-        ModelFileError: they are missing, or an engine would assert on them.
-    """
-    n_head = whole(file, "attention.head_count")
-    n_head_kv = whole(file, "attention.head_count_kv", n_head)
-    if n_head % n_head_kv:
-        raise damaged(file, f"its {n_head} attention heads cannot share {n_head_kv} key heads")
-    return n_head, n_head_kv, width_of_heads(file, n_embd // n_head)
 
 
 def token_map(file: GGUFFile, n_vocab: int) -> npt.NDArray[np.int64]:

@@ -19,11 +19,10 @@ from localspec.heads.kinds.base import (
     OWN_TENSORS,
     MaskBlock,
     PublishedHead,
-    attention_sizes,
     layers_read,
     token_map,
 )
-from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, whole
+from localspec.model_files.gguf import GGUFFile, attention_sizes, check_shapes, damaged, whole
 from localspec.model_files.vocab import Vocab
 
 MAX_ROWS = 64  # rows of the widest block: one pass has to hold all of it

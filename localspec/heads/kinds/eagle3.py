@@ -26,8 +26,8 @@ from localspec.errors import UnsupportedModel, shown
 from localspec.heads.base import HeadContext
 from localspec.heads.card import block_shapes
 from localspec.heads.file import output_rows
-from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, attention_sizes, layers_read, token_map
-from localspec.model_files.gguf import GGUFFile, check_shapes, damaged, whole
+from localspec.heads.kinds.base import LLAMA_CPP, OWN_TENSORS, PublishedHead, layers_read, token_map
+from localspec.model_files.gguf import GGUFFile, attention_sizes, check_shapes, damaged, whole
 from localspec.model_files.vocab import Vocab
 
 N_TAPS = 3
@@ -95,11 +95,7 @@ class ReferenceHeadModel(ReferenceModel):
 
     def __init__(self, head: PublishedHead, target: Model, n_threads: int, n_gpu_layers: int | None) -> None:
         if head.borrows and not isinstance(target, ReferenceModel):
-            what = " and ".join(head.borrows)
-            raise UnsupportedModel(
-                f"{head.path.name} takes its {what} from its target, which has to be on reference for that and is on "
-                f"{target.backend}"
-            )
+            raise head.misplaced(NAME, target)
         self.head, self.path, self.architecture, self.chat_template = head, head.path, head.kind, None
         self.backend, self.engine = NAME, f"{NAME} numpy {np.__version__}"
         self.capabilities = Capabilities(batch_invariant=True, hidden=True, float_rows=True)

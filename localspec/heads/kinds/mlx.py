@@ -21,7 +21,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from localspec.backends.mlx.architecture import ARCHITECTURES, MLP, Architecture, Header, common_arguments
+from localspec.backends.mlx.architecture import ARCHITECTURES, ATTENTION, MLP, Architecture, Header, common_arguments
 from localspec.backends.mlx.network import Network, install_rope, rope_scaling
 from localspec.backends.mlx.weights import fill
 from localspec.errors import UnsupportedModel
@@ -39,14 +39,7 @@ from localspec.heads.mlx import (
 )
 from localspec.model_files.gguf import GGUFFile
 
-_BLOCK = MLP | {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-}
+_BLOCK = ATTENTION | MLP | {"attn_norm": "attn_norm", "ffn_norm": "ffn_norm"}
 
 EAGLE3 = Architecture(
     "eagle3",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from localspec import LLM, SamplingParams, backends
-from localspec.backends.base import Context, Piece
+from localspec.backends.base import Piece
 from localspec.controllers.batching import SharedPasses
 from localspec.errors import Closed, EngineError, EngineUnavailable, UsageError
 from tests.backends.mlx.test_mlx_network import FILES
@@ -47,12 +47,6 @@ def model(tiny: TinyFiles) -> Iterator[MLXModel]:
 
 
 @pytest.fixture
-def context(model: MLXModel) -> Iterator[Context]:
-    with model.new_context(256) as context:
-        yield context
-
-
-@pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The widths of passes, as they come."""
     widths: list[int] = []
@@ -75,28 +69,6 @@ def evaluations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         mx, "eval", lambda *arrays: (names.append(threading.current_thread().name), evaluate(*arrays))[1]
     )
     return names
-
-
-def test_a_window_shows_attention_no_more_than_it_sees(tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a long context would cost what a full one does."""
-    from localspec.backends.mlx.cache import PlainRows
-
-    shown: list[tuple[int | None, int]] = []
-    original = PlainRows.update_and_fetch
-
-    def watch(self: Any, keys: Any, values: Any) -> Any:
-        kept = original(self, keys, values)
-        shown.append((self.window, kept[0].shape[-2]))
-        return kept
-
-    monkeypatch.setattr(PlainRows, "update_and_fetch", watch)
-    with mlx.load(tiny.sliding) as model, model.new_context(128) as context:
-        context.decode(some_tokens(80), "none")
-        for n in (1, 5):
-            shown.clear()
-            context.decode(some_tokens(n))
-            assert [rows for window, rows in shown if window == 32] == [31 + n] * 5
-            assert [rows for window, rows in shown if window is None] == [context.n_past]
 
 
 def test_a_quantised_memory_is_smaller_and_nearly_as_exact(tiny: TinyFiles) -> None:
@@ -151,36 +123,11 @@ def test_a_recurrent_memory_replays_no_more_than_the_last_guesses(tiny: TinyFile
 
 
 @pytest.mark.parametrize("hidden", [(), ("layer:0", "layer:1", "norm")])
-@pytest.mark.parametrize(("logits", "n_rows"), [("all", [3]), ("last", [1]), ("none", [])])
-def test_a_pass_is_evaluated_once_and_only_the_rows_asked_for_reach_the_vocabulary(
-    model: MLXModel,
-    evaluations: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    logits: Any,
-    n_rows: list[int],
-    hidden: tuple[str, ...],
+def test_a_pass_is_evaluated_once_and_reads_each_weight_once(
+    model: MLXModel, evaluations: list[str], monkeypatch: pytest.MonkeyPatch, hidden: tuple[str, ...]
 ) -> None:
-    """A row of a 152k vocabulary costs as much as a tenth of a small model."""
-    multiplied: list[int] = []
-    of = Network.logits
-    monkeypatch.setattr(Network, "logits", lambda self, x: (multiplied.append(x.shape[1]), of(self, x))[1])
-    with model.new_context(64, hidden=hidden) as context:
-        context.decode(some_tokens(20), "none")
-        evaluations.clear()
-        forward = context.decode([5, 6, 7], logits)
-        kept = forward.logits.copy()
-        for states in forward.hidden.values():
-            states.sum()
-        context.truncate(21)
-        assert (len(evaluations), multiplied) == (1, n_rows)
-        context.decode([8, 9, 10])
-        assert np.array_equal(forward.logits, kept)
-
-
-@pytest.mark.parametrize("hidden", [(), ("layer:0", "norm")])
-def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
-    model: MLXModel, monkeypatch: pytest.MonkeyPatch, hidden: tuple[str, ...]
-) -> None:
+    """Of one sequence or several. Only the rows that are asked for reach the vocabulary: one of 152k tokens costs as
+    much as a tenth of a small model."""
     called: dict[str, list[int]] = {}
 
     def count(kind: Any) -> None:
@@ -192,22 +139,36 @@ def test_a_pass_is_evaluated_once_and_each_linear_layer_reads_its_weights_once(
 
         monkeypatch.setattr(kind, "__call__", counted)
 
-    evaluations: list[int] = []
-    evaluate = mx.eval
+    network = model.network.module
+    trunk, head = (f"{type(each).__name__} {id(each)}" for each in (network.model, network.lm_head))
+    for kind in (type(network.model), nn.Linear, nn.QuantizedLinear):
+        count(kind)
     with model.new_batch(3, 96, hidden=hidden) as batch:
         batch.decode([Piece(0, some_tokens(9), "none"), Piece(2, some_tokens(4), "none")])
-        trunk = model.network.module.model
-        for kind in (type(trunk), nn.Linear, nn.QuantizedLinear):
-            count(kind)
-        monkeypatch.setattr(mx, "eval", lambda *arrays: (evaluations.append(1), evaluate(*arrays))[1])
-        found = batch.decode([Piece(0, [5, 6, 7]), Piece(1, some_tokens(4), "none"), Piece(2, [8, 9], "last")])
-    assert [len(forward) for forward in found] == [3, 0, 1]
-    assert evaluations == [1]
-    assert called.pop(f"{type(trunk).__name__} {id(trunk)}") == [9]
-    head = model.network.module.lm_head
-    assert called.pop(f"{type(head).__name__} {id(head)}") == [4]  # the rows that are asked for
-    assert len(called) == 7 * model.n_layers
-    assert set(map(tuple, called.values())) == {(9,)}
+        for pieces, n_rows, n_wanted in (
+            ([Piece(0, [5, 6, 7]), Piece(1, some_tokens(4), "none"), Piece(2, [8, 9], "last")], 9, [4]),
+            ([Piece(1, [5, 6, 7])], 3, [3]),
+            ([Piece(1, [5, 6, 7], "last")], 3, [1]),
+            ([Piece(1, [5, 6, 7], "none")], 3, []),
+        ):
+            evaluations.clear()
+            called.clear()
+            found = batch.decode(pieces)
+            for states in (each for forward in found for each in forward.hidden.values()):
+                states.sum()
+            assert sum(map(len, found)) == sum(n_wanted)
+            assert len(evaluations) == 1
+            assert called.pop(trunk) == [n_rows]
+            assert called.pop(head, []) == n_wanted
+            assert len(called) == 7 * model.n_layers
+            assert set(map(tuple, called.values())) == {(n_rows,)}
+            rows, states = (
+                [each.logits.copy() for each in found],
+                [sum(map(np.sum, each.hidden.values())) for each in found],
+            )
+            batch.decode([Piece(1, [8, 9, 10])])  # what a pass returned stays as it was
+            assert all(map(np.array_equal, rows, (each.logits for each in found)))
+            assert states == [sum(map(np.sum, each.hidden.values())) for each in found]
 
 
 @pytest.mark.parametrize(
@@ -258,9 +219,10 @@ def test_a_failure_leaves_all_memories_as_before(
 
 def test_all_computing_is_done_by_one_thread(tiny: TinyFiles, evaluations: list[str]) -> None:
     """MLX's streams belong to threads: what one has begun another cannot always finish."""
+    path = tiny.sliding
 
     def live() -> None:
-        with mlx.load(tiny.sliding) as model, model.new_context(64) as context:
+        with mlx.load(path) as model, model.new_context(64) as context:
             context.decode(some_tokens(10))
             context.truncate(3)
             context.decode([5])

@@ -10,20 +10,17 @@ from typing import Any
 import pytest
 
 from localspec import LocalspecError, SamplingParams
-from localspec.backends.base import Context, Forward
 from localspec.backends.llama import llama_cpp
 from localspec.commands.files import inspect_command
-from localspec.engine.pair import Pair
 from localspec.errors import ModelFileError
-from localspec.heads.drafters import FollowingHead
 from localspec.heads.kinds import read_published
 from tests.conftest import open_backend
 from tests.spec_decode.drafters.test_published_heads import (
     GREEDY,
     PROMPT,
     SEEDED,
+    drafts_as_a_fresh_one,
     open_mtp,
-    proposed,
     says_what_it_says_without,
 )
 from tests.support import ggufs
@@ -64,48 +61,8 @@ def test_the_text_does_not_depend_on_it(
     with open_mtp(target, assistant, **options) as llm:
         assert (llm.draft_names, llm.warnings) == (["head"], [])
         says_what_it_says_without(llm, "head", 0.03)
+        drafts_as_a_fresh_one(llm)
         assert llm.warnings == []
-
-
-def test_it_drafts_after_rejections_as_over_a_fresh_memory(files: Files) -> None:
-    """Texts longer than the target's window, which go on, and which go back; one memory may branch, the other not."""
-
-    def check(pair: Pair) -> None:
-        taps, branches = pair.state.drafters[-1].info.taps, not pair.context.can_branch
-        (draft,) = pair.state.models
-        used = draft.drafter
-        assert isinstance(used, FollowingHead)
-        tokens = used._text
-        with (
-            pair.target.new_context(256, hidden=taps, branches=branches) as target,
-            used.head.new_context(256) as context,
-        ):
-
-            def drafts(forward: Forward, of: Context) -> list[tuple[int, float]]:
-                reader = FollowingHead(used.head, context, "head")
-                reader.process(tokens[:-1], forward)
-                reader.begin(tokens, target=of)
-                return proposed(reader, tokens)
-
-            forward = target.decode(tokens[:-1])
-            mine, expected = proposed(used, tokens), drafts(forward, target)
-            without = Forward(forward.logits, {taps[0]: 0 * forward.hidden[taps[0]]})
-            different.append(drafts(without, target) != expected)
-            with pair.target.new_context(256, hidden=taps) as elsewhere:
-                forward = elsewhere.decode([5, *tokens[:-1]][:-1])
-                different.append(drafts(forward, elsewhere) != expected)
-        assert [token for token, _ in mine] == [token for token, _ in expected]
-        assert [prob for _, prob in mine] == pytest.approx([prob for _, prob in expected], rel=0.02)
-
-    different = list[bool]()
-    with open_mtp(*files) as llm:
-        text = PROMPT
-        for n in (9, 16, 3, 30):
-            text += llm.generate(text, replace(GREEDY, max_tokens=n)).text
-            llm.run(check)
-        llm.generate(PROMPT + " two", GREEDY)
-        llm.run(check)
-    assert all(different)
 
 
 def test_several_answers_at_a_time_draft_with_it_each_as_alone(files: Files) -> None:

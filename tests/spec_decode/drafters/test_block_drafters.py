@@ -64,17 +64,13 @@ def planned(times: dict[int, float], one_pass: bool = True, rows_of_draft: bool 
 
 
 def test_what_a_block_costs_does_not_depend_on_how_deep_is_drafted() -> None:
-    """Where a step is dear a chain ends early, or does not begin; a block of the same price is used to its end."""
+    """Where a step is dear a chain ends early, or does not begin; a block of the same price is used to its end. A pass
+    of masks, whose first row has its price and each further one, is as wide as its rows are worth."""
     assert planned({1: 2.0}, one_pass=False)[1] < planned({1: 2.0})[1]
     assert planned({1: 4.0}, one_pass=False)[1] <= 2 < planned({1: 4.0})[1]
-    assert planned({1: 60.0})[1] == 0
-
-
-def test_a_pass_of_masks_is_as_wide_as_its_rows_are_worth() -> None:
-    """The first row has its price, and each further one; a draft does not get dearer by its steps."""
+    assert planned({1: 60.0})[1] == planned({1: 60.0, 16: 61.0}, rows_of_draft=True)[1] == 0
     flat, steep = {1: 2.0, 16: 2.1}, {1: 2.0, 16: 2.0 + 15 * 2.0}
     assert planned(flat, rows_of_draft=True)[0] > planned(steep, rows_of_draft=True)[0] >= 1
-    assert planned({1: 60.0, 16: 61.0}, rows_of_draft=True)[1] == 0
 
 
 def test_what_a_pass_of_several_tokens_needs_to_pay_falls_with_its_length() -> None:

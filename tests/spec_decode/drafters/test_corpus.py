@@ -20,7 +20,7 @@ from localspec.sampling.sampling import Noise
 from localspec.server.conversations import ConversationStore
 from localspec.spec_decode.drafters import corpus as module
 from localspec.spec_decode.drafters.base import Plan, Proposer
-from localspec.spec_decode.drafters.corpus import DEPTH, MOST_FILE_BYTES, CorpusDrafter, CorpusIndex, PathSource, Survey
+from localspec.spec_decode.drafters.corpus import DEPTH, MOST_FILE_BYTES, CorpusDrafter, CorpusIndex, PathSource
 from localspec.spec_decode.drafters.group import DrafterGroup
 from localspec.spec_decode.drafters.ngram import NgramDrafter
 from localspec.system.steps import exhaust
@@ -129,79 +129,66 @@ def test_a_sample_of_many_places_stands_for_all(corpus: Corpus) -> None:
     assert index.step(match, best.token).length == 2  # looked for: there may be others
 
 
-def test_only_what_changed_is_read_again(corpus: Corpus) -> None:
-    for i in range(20):
-        corpus.write(f"{i}.txt", f"number {i} is here. " * 20)
+def test_whatever_becomes_of_the_files_the_index_follows(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written, changed and deleted, and it is brought up to date, broken off, opened anew: only what changed
+    is read, nothing half is taken for whole, and what is gone is in no proposal and soon in no file."""
+    monkeypatch.setattr(module, "BATCH", 150)
+    monkeypatch.setattr(module, "MOST_PLACES", 10_000)
+    read, text_of = list[str](), PathSource.text
+    monkeypatch.setattr(PathSource, "text", lambda self, name: (read.append(name), text_of(self, name))[1])
     corpus.write("picture.png", b"\x89PNG\0\0")  # one that has no text is not looked into again either
-    survey = exhaust(corpus.open().survey())
-    assert (survey.n_files, survey.n_new) == (21, 21)
-    corpus.index()
-    read: list[str] = []
-    index = corpus.open()
-    text = index.source.text
-    index.source.text = lambda name: read.append(name) or text(name)  # type: ignore[method-assign,func-returns-value]
-    assert exhaust(index.survey()) == Survey(21, survey.n_bytes, 0, 0)
-    assert following(index, "number 7").startswith(" is here")
-    assert index.idle_work() is None
-    (corpus.root / "8.txt").unlink()
-    assert exhaust(index.survey()).n_new == 0
-    assert index.idle_work() is not None  # what is gone is to be dropped
-    corpus.write("7.txt", "number 7 was there")
-    corpus.write("new.txt", "something new")
-    assert exhaust(index.survey()).n_new == 2
-    exhaust(index.update())
-    assert sorted(read) == ["7.txt", "new.txt"]
-    for each in (index, corpus.open()):
-        exhaust(each.survey())
-        assert following(each, "number 7") == " was there"
-        assert following(each, "something") == " new"
-        assert "8" not in following(each, "number ")[:1]
-
-
-def test_a_file_that_is_gone_is_not_copied_from(corpus: Corpus) -> None:
-    corpus.write("a.txt", "my secret is red")
-    corpus.write("b.txt", "another file with much more text, " * 50)
-    assert following(corpus.index(), "my secret is") == " red"
-    (corpus.root / "a.txt").unlink()
-    index = corpus.open()
-    exhaust(index.survey())
-    assert "red" not in following(index, "my secret is")
-    corpus.write("b.txt", "changed, so that nothing of the segment is left")
-    corpus.index()
-    assert all("secret" not in path.read_bytes().decode("utf-32-be", "replace") for path in corpus.files)
-    assert len(corpus.files) == 1
-
-
-def test_small_segments_are_merged(corpus: Corpus) -> None:
-    for i in range(30):
-        corpus.write(f"{i}.txt", f"file {i:02} says {i * 7919 % 1000:03}")
-        index = corpus.index()
-        assert len(index.segments) <= module.MOST_SEGMENTS
-        assert len(corpus.files) == len(index.segments)
-    assert index.n_tokens == 30 * len("file 00 says 000")
-    for i in range(30):
-        assert following(index, f"file {i:02} says ") == f"{i * 7919 % 1000:03}"
-
-
-def test_what_is_broken_off_goes_on(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step: what was written stays, nothing half is taken for whole, nothing is left behind."""
-    monkeypatch.setattr(module, "BATCH", 100)
-    for i in range(8):
-        corpus.write(f"{i}.txt", f"this is file {i}. " * 4)
-    for n_steps in range(60):
-        index = corpus.open()
+    rng, index, texts, changed = random.Random(5), corpus.open(), dict[str, str](), {"picture.png"}
+    n_whole = n_broken = n_compared = 0
+    for turn in range(150):
+        for i in range(rng.randrange(4)):
+            name = rng.choice([f"{turn}-{i}.txt", *texts])
+            if name in texts and rng.random() < 0.4:
+                (corpus.root / name).unlink()
+                del texts[name]
+                changed.discard(name)
+            else:
+                texts[name] = "".join(rng.choices("abc", k=rng.randrange(1, 80)))
+                corpus.write(name, texts[name])
+                changed.add(name)
+        index, most, before = rng.choice([index, corpus.open()]), rng.choice([1, 3, 8, 10_000]), set(changed)
         steps = index.update()
-        n = sum(1 for _ in zip(range(n_steps), steps, strict=False))
+        is_whole = sum(1 for _ in zip(range(most), steps, strict=False)) < most
         steps.close()
-        assert not [path for path in corpus.home.rglob("*") if path.suffix == ".tmp"]
-        again = corpus.open()
-        n_new = exhaust(again.survey()).n_new
-        assert again.n_tokens in range(0, 8 * 64 + 1, 64)
-        if n < n_steps:
-            break
-    else:
-        raise AssertionError("it never came to its end")
-    assert n_new == 0
+        assert {*read} <= before
+        assert {path.suffix for path in corpus.home.rglob("*") if path.is_file()} <= {"", ".segment"}
+        found = index if is_whole else corpus.open()
+        survey = exhaust(found.survey())
+        held = {name for segment in found.segments for name in segment.kept}
+        changed -= held
+        sizes = [path.stat().st_size for path in corpus.root.iterdir()]
+        assert (survey.n_files, survey.n_bytes, survey.n_new) == (len(sizes), sum(sizes), len(changed))
+        if is_whole:
+            assert not changed
+            assert len(corpus.files) == len(found.segments) <= module.MOST_SEGMENTS
+            assert found.n_tokens * (1 - module.DEAD_SHARE) <= sum(map(len, texts.values()))
+        n_whole, n_broken = n_whole + is_whole, n_broken + (not is_whole)
+        for source in rng.choices(list(texts.values()) or ["a"], k=5):
+            text = source[: rng.randrange(len(source) + 1)]
+            length, follows = brute([texts[name] for name in held & texts.keys()], text)
+            match = found.match(tokens_of(text))
+            best = found.continuation(match)
+            if best is None and found.n_tokens > sum(segment.n_kept for segment in found.segments):
+                continue  # a longer match in what is gone hides it until that is written anew
+            assert (match.length, best is None) == (length, not follows)
+            assert best is None or (best.times, best.total) == (max(follows.values()), follows.total())
+            n_compared += 1
+        read.clear()
+    assert min(n_whole, n_broken, n_compared / 10) > 30
+
+
+def test_what_is_gone_is_work(corpus: Corpus) -> None:
+    for name in ("a.txt", "b.txt"):
+        corpus.write(name, "something that is there for a while")
+    index = corpus.index()
+    assert index.idle_work() is None
+    (corpus.root / "a.txt").unlink()
+    assert exhaust(index.survey()).n_new == 0
+    assert index.idle_work() is not None
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "magic", "empty"])
