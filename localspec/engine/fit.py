@@ -160,6 +160,15 @@ class Space:
             return cls(ram)
         return cls(ram, loaded + sum(each.free_bytes for each in gpus))
 
+    def __add__(self, other: Space) -> Space:
+        return Space(self.ram + other.ram, (self.gpu or 0) + (other.gpu or 0))
+
+    def __sub__(self, other: Space) -> Space:
+        return Space(self.ram - other.ram, (self.gpu or 0) - (other.gpu or 0))
+
+    def holds(self, other: Space) -> bool:
+        return other.ram <= self.ram and (other.gpu or 0) <= (self.gpu or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class ContextChoice:

@@ -22,6 +22,7 @@ import pytest
 from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.backends.registry import unavailable_reason
+from localspec.engine.fit import Space
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Turns
 from localspec.server import hosting
@@ -59,6 +60,11 @@ def refused(server: Server, path: str, body: Any, method: str = "POST") -> tuple
 
 def loaded(server: Server) -> list[str]:
     return [model["name"] for model in ask(server, "/api/ps")["models"]]
+
+
+def needs(server: Server) -> list[int]:
+    """Memory of the machine that each model is expected to take [bytes]."""
+    return [model.plan.needed.ram for model in server.host.models]
 
 
 def gone(server: Server, *stay: str) -> None:
@@ -176,7 +182,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
         assert generate()["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
-        assert 0 < shown["size"] == server.host.named("red").plan.needed
+        assert 0 < shown["size"] == server.host.named("red").plan.needed.ram
         assert "T" in shown["expires_at"]
         assert generate(keep_alive=-1)["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
@@ -202,7 +208,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
 def test_one_that_is_used_least_recently_makes_room(disk: Path) -> None:
     with serve_several(prefix_cache=0) as server:
-        server.host.memory = sum(sorted(model.plan.needed for model in server.host.models)[1:])
+        server.host.memory = Space(sum(sorted(needs(server))[1:]), 0)
         for name, expected in (
             ("blue", ["blue"]),
             ("code", ["blue", "code"]),
@@ -224,20 +230,16 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
     ggufs.write_llama(disk / "alpha.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=1)
     with serve_several(prefix_cache=0) as server:
         server.host.memory = server.host.named("blue").plan.needed
-        assert server.host.named("alpha").plan.needed > server.host.memory  # what names none goes to one that fits
+        assert not server.host.fits(server.host.named("alpha"))  # what names none goes to one that fits
         assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
 def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(gpu_memory=1 << 30, prefix_cache=0) as server:
         blue, _, red = server.host.models
-        assert (blue.plan.load.n_gpu_layers, blue.plan.needed, blue.plan.on_gpu) == (
-            -1,
-            0,
-            red.plan.on_gpu,
-        )  # all of it
-        most = max(model.plan.on_gpu for model in server.host.models)
-    monkeypatch.setattr(hosting, "_taken", lambda *given, **more: hosting.Space(0, most))  # as if there was one
+        assert (blue.plan.load.n_gpu_layers, blue.plan.needed) == (-1, Space(0, red.plan.needed.gpu))  # all of it
+        most = max(model.plan.needed.gpu for model in server.host.models)
+    monkeypatch.setattr(hosting, "_taken", lambda *given, **more: Space(0, most))  # as if there was one
     with serve_several(gpu_memory=2 * most, prefix_cache=0) as server:
         for name in ("blue", "code", "red"):
             ask(server, "/v1/chat/completions", chat(name))
@@ -247,13 +249,13 @@ def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPat
         assert found["memory"]["taken"] == 0
         assert [each["size_vram"] for each in ask(server, "/api/ps")["models"]] == [most, most]
         ask(server, "/models/unload", {"model": "red"})
-        wait_until(lambda: server.host.gpu_room == most, "red is unloaded")
+        wait_until(lambda: server.host.room.gpu == most, "red is unloaded")
     # Where it does not hold all layers, it is given some; those that were asked for are too many.
-    with serve_several(gpu_memory=blue.plan.on_gpu - 1, prefix_cache=0) as server:
+    with serve_several(gpu_memory=blue.plan.needed.gpu - 1, prefix_cache=0) as server:
         part = server.host.models[0].plan
         assert part.load.n_gpu_layers in (0, 1, 2)
-        assert 0 < part.needed < blue.plan.on_gpu
-        assert part.on_gpu < blue.plan.on_gpu
+        assert 0 < part.needed.ram < blue.plan.needed.gpu
+        assert part.needed.gpu < blue.plan.needed.gpu
     with serve_several(opening({"n_gpu_layers": 3}), gpu_memory=1000, prefix_cache=0) as server:
         status, message = refused(server, "/v1/chat/completions", chat("red"))
         assert (status, "on the GPU" in message) == (400, True)
@@ -263,7 +265,7 @@ def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPat
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(prefix_cache=0) as server:
         blue, _, red = server.host.models
-        server.host.memory = max(red.plan.needed, blue.plan.needed)
+        server.host.memory = Space(max(needs(server)), 0)
         answers: list[str] = []
 
         def one(model: str) -> None:
@@ -280,20 +282,21 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
             pool.submit(one, "red")
             wait_until(lambda: red.n_waiting == 1, "it waits too")
         assert answers == ["red", "blue", "red"]
-        assert server.host.room >= 0
+        assert server.host.room.ram >= 0
 
 
 def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
     how = opening({"parallel": 2})
     with serve_several(how, prefix_cache=0) as server:
-        plan, most = server.host.named("red").plan, server.host.named("red").plan.needed
+        plan = server.host.named("red").plan
+        most = plan.needed.ram
         assert (plan.load.parallel, plan.drafts) == (2, True)
     for memory in (most, most - 1):
         with serve_several(how, prefix_cache=0, memory=memory) as server:
             model = server.host.named("red")
             assert model.plan.load.parallel == (2 if memory == most else 1)
             ask(server, "/v1/chat/completions", chat("red"))
-            assert 0 < model.taken <= memory
+            assert 0 < model.taken.ram <= memory
 
 
 def test_the_packages_of_three_apis(disk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +492,7 @@ def many_requests(server: Server, expected: list[tuple[str, dict[str, Any], str]
     todo = [(*rng.choice(expected), rng.random() < 0.1) for _ in range(n)]
 
     def ask_one(path: str, body: dict[str, Any], text: str, leaves: bool) -> int:
-        taken = sum(model.taken for model in server.host.models)
+        taken = sum(model.taken.ram for model in server.host.models)
         if leaves:
             with server.connect() as sock:
                 sock.sendall(post(body, path))
@@ -532,11 +535,10 @@ def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
             expected.append(("/api/embed", {"model": "bert", "input": text}, said))
         model.close()
     with serve_several(keep_alive=0.2, queue=64, prefix_cache=0) as server:
-        sizes = sorted(model.plan.needed for model in server.host.models)
-        server.host.memory = sum(sizes[-2:])  # the largest two, not all
+        server.host.memory = Space(sum(sorted(needs(server))[-2:]), 0)  # the largest two, not all
         answered, most = many_requests(server, expected, 120)
         assert answered > 100
-        assert most <= server.host.memory
+        assert most <= server.host.memory.ram
         wait_until(lambda: server.host.room == server.host.memory, "all are unloaded in the end")
 
 
