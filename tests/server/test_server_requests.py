@@ -97,6 +97,7 @@ def test_statuses(server: Server) -> None:
         (405, "method_not_allowed", "POST", "/health", b"{}"),
         (400, None, "POST", "/v1/chat/completions", b"{"),
         (400, None, "POST", "/v1/chat/completions", b"[]"),
+        (400, None, "POST", "/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"mood": "calm"}}),
         (400, None, "POST", "/v1/chat/completions", {"messages": [{"role": "no such role!", "content": ""}]}),
         (400, None, "POST", "/v1/completions", {"prompt": ""}),
         (400, "context_length_exceeded", "POST", "/v1/completions", {"prompt": "x" * 5000}),
