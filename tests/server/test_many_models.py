@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from localspec.engine.worker import Turns
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
+from tests.server.apis.packages import APIS
 from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.contexts import watch_passes
@@ -299,31 +300,24 @@ def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
             assert 0 < model.taken.ram <= memory
 
 
-def test_the_packages_of_three_apis(disk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packages_of_all_apis(disk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each finds the models, has one loaded and another, and reads past the signs of life of a stream that waits for
     its model; Ollama's has them fetched, unloaded and deleted too."""
-    openai, anthropic, ollama = (pytest.importorskip(name) for name in ("openai", "anthropic", "ollama"))
+    ollama = pytest.importorskip("ollama")
     monkeypatch.setattr("localspec.server.events.KEEP_ALIVE_SECONDS", 0.05)
-    said = [{"role": "user", "content": "a"}]
     with ExitStack() as stack:
         server = stack.enter_context(serve_several(Gate(seconds=0.3).opening))
-        one = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0))
-        assert [model.id for model in one.models.list()] == ["blue", "code", "red"]
-        assert one.models.retrieve("red").id == "red"
-        for name in ("red", "blue"):
-            parts = list(one.chat.completions.create(model=name, messages=said, max_tokens=3, stream=True))
-            assert {part.model for part in parts} == {name}
-        with pytest.raises(openai.NotFoundError, match="no model 'green' here"):
-            one.chat.completions.create(model="green", messages=said)
-        two = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0))
-        assert [model.id for model in two.models.list()] == ["blue", "code", "red"]
-        with two.messages.stream(model="code", messages=said, max_tokens=3) as stream:
-            assert stream.get_final_message().model == "code"
-        with pytest.raises(anthropic.NotFoundError, match="no model 'green' here"):
-            two.messages.create(model="green", messages=said, max_tokens=3)
-        three = ollama.Client(host=server.url)
-        stack.callback(three.close)
-        assert {model.model for model in three.ps().models} == {"blue", "code", "red"}
+        for name, kind in APIS.items():
+            api = kind(server.url, "red")
+            three = stack.enter_context(closing(api.package))  # Ollama's in the end
+            if name != "ollama":
+                assert [model.id for model in three.models.list()] == ["blue", "code", "red"]
+            assert api.ask(n=3, stream=True).n <= 3
+            assert loaded(server) == ["red"]
+            ask(server, "/models/unload", {"model": "red"})
+            gone(server)
+            with pytest.raises(api.error, match="no model 'green' here"):
+                api.ask(model="green")
         with pytest.raises(ollama.ResponseError) as caught:
             three.show("green")
         assert caught.value.status_code == 404  # which has `ollama run` fetch it
@@ -335,7 +329,7 @@ def test_the_packages_of_three_apis(disk: Path, hub: Hub, monkeypatch: pytest.Mo
         with held(server, "green"):
             assert refused(server, "/api/delete", {"model": "green"}, "DELETE")[0] == 409
         assert three.generate("green", keep_alive=0).done_reason == "unload"
-        wait_until(lambda: {model.model for model in three.ps().models} == {"blue", "code", "red"}, "it is unloaded")
+        wait_until(lambda: not three.ps().models, "it is unloaded")
         assert three.delete("green").status == "success"
         assert not (models_dir() / "hf/acme/more/green.gguf").exists()
         assert {model.model for model in three.list().models} == {"blue", "code", "red"}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from localspec import LLM, SamplingParams
-from tests.conftest import TinyFiles
 from tests.server.apis.packages import CALL, FUNCTION, says
-from tests.support.serving import Server, serve
+from tests.support.serving import Server
 from tests.support.waiting import PATIENCE
 
 LOAD: dict[str, Any] = {"draft": ["ngram", "model"]}
@@ -183,35 +181,6 @@ def test_models(llm: LLM, client: openai.OpenAI, ask: Callable[..., Any]) -> Non
     assert client.models.retrieve(llm.model_name).id == ask(max_tokens=1).model == llm.model_name
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other/model")
-
-
-def test_a_request_can_ask_for_a_corpus_that_was_allowed(tiny: TinyFiles, module_home: Path, tmp_path: Path) -> None:
-    """Not otherwise, and for no other path: such a request is refused, and no file is opened."""
-    project = tmp_path / "project"
-    project.mkdir()
-    options: Any = {"backend": "reference", "n_ctx": 1024, "draft_length": 4, "idle": False}
-    with LLM(tiny.quick.target, None, **options) as plain:
-        text = plain.chat(CHAT, SamplingParams(max_tokens=40, ignore_eos=True)).text
-    (project / "a.txt").write_text("assistant\n" + text, encoding="utf-8", newline="")
-    name = f"corpus:{project}"
-    with (
-        LLM(tiny.quick.target, ["ngram", name], **options) as llm,
-        serve(llm, corpora=[name]) as running,
-        opened(running) as client,
-    ):
-
-        def sources(own: dict[str, Any] | None) -> set[str]:
-            found = asking(client)(max_tokens=40, extra_body={"localspec": own, "ignore_eos": True})
-            assert found.choices[0].message.content == text
-            return set(found.localspec["stats"]["by_source"])
-
-        assert sources(None) <= {"ngram"}
-        assert sources({"draft": "auto"}) <= {"ngram"}
-        assert "corpus" in sources({"draft": ["auto", name]})
-        assert sources({"draft": name}) == sources({"draft": "corpus"}) == {"corpus"}
-        for other in (f"corpus:{tmp_path}", f"corpus:{project}/../project", "corpus:/", "corpus2"):
-            with pytest.raises(openai.BadRequestError, match="is loaded"):
-                sources({"draft": other})
 
 
 def test_names_of_special_tokens_mean_them_where_the_format_is_the_client_s(llm: LLM, client: openai.OpenAI) -> None:

@@ -44,6 +44,24 @@ def test_what_is_said_holds() -> None:
         assert read(ChatBody, {"messages": CHAT, "localspec": off}).asked(SERVED).options["speculate"] is False
 
 
+def test_a_corpus_that_requests_may_name_drafts_for_those_alone() -> None:
+    """No other path: such a request is refused, and no file is opened."""
+    drafters = {"ngram": "ngram", "corpus": "corpus:/a", "corpus2": "corpus:/b"}
+    served = ServedModel(SamplingParams(), drafters, 1000, on_request=["corpus:/b"])
+
+    def chosen(draft: Any) -> Any:
+        body = {"messages": CHAT, "localspec": {"draft": draft}}
+        return read(ChatBody, body).asked(served).options["drafters"]
+
+    for usual in (None, [], "auto"):
+        assert chosen(usual) == ["ngram", "corpus:/a"]
+    assert chosen(["auto", "corpus:/b"]) == ["ngram", "corpus:/a", "corpus:/b"]
+    assert chosen("corpus:/b") == chosen("corpus2") == ["corpus:/b"]
+    for other in ("corpus:/", "corpus:/b/../b", "corpus3", "/b"):
+        with pytest.raises(ApiError, match="is loaded"):
+            chosen(other)
+
+
 NUMBERS = (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e400", b"9" * 10_000, b"1" + b"0" * 400, b'[{"b":1E309}]')
 NO_JSON = [
     *(b"", b"{", b"nonsense", b"\xff\xfe", b'{"\\ud83d": 1}', b'{"a": 1, "b": {"c": 1, "c": 1}}'),
