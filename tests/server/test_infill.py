@@ -11,10 +11,8 @@ import openai
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.server.bodies import read
 from localspec.server.http import ApiError
-from localspec.server.infill import MAX_CHARACTERS, MAX_HELD, MAX_WINDOWS, InfillBody, LineRules, Slots, Windows, join
-from localspec.server.requests import ServedModel
+from localspec.server.infill import MAX_CHARACTERS, MAX_HELD, MAX_WINDOWS, LineRules, Slots, Windows, join
 from tests.conftest import TinyFiles
 from tests.server.apis.packages import says
 from tests.support.serving import Server, serve
@@ -256,18 +254,6 @@ def test_a_newer_request_may_be_gone_before_the_older_one_has_cleaned_up() -> No
     with pytest.raises(ApiError) as refused:
         asyncio.run(both())
     assert (refused.value.status, refused.value.code) == (409, "superseded")
-
-
-def test_temperature_counts_where_it_is_a_sampler() -> None:
-    served = ServedModel(SamplingParams(temperature=1.0), {}, 100)
-    for changes, temperature in (
-        ({}, 0),
-        ({"samplers": ["top_k", "temperature"]}, 0.7),
-        ({"samplers": None}, 0.7),
-        ({"samplers": None, "temperature": None}, 0),
-    ):
-        asked = read(InfillBody, VIM | {"temperature": 0.7} | changes).asked(served)
-        assert asked.params.temperature == temperature
 
 
 def test_a_prediction_is_heeded_as_in_the_other_apis(llm: LLM, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,27 +23,6 @@ CHAT = [{"role": "user", "content": "hi"}]
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), {"ngram": "ngram", "small": "small"}, 1000)
 
 
-def test_what_is_not_said_is_the_server_s() -> None:
-    asked = read(ChatBody, {"messages": CHAT, "temperature": None, "stop": None, "n": None}).asked(SERVED)
-    assert (asked.params, asked.options) == (SERVED.params, {"think": "auto"})
-    assert (asked.ending, asked.variables) == ("assistant", {})
-
-
-def test_what_is_said_holds() -> None:
-    body = {"messages": CHAT, "temperature": 0, "top_p": 0, "top_k": -1, "min_p": 0.1, "seed": 5.0, "stop": "x"}
-    body |= {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"7": -100}}
-    body |= {"max_tokens": 3, "localspec": {"draft": ["small"], "draft_length": 3}, "user": "x", "store": True}
-    asked = read(ChatBody, body).asked(SERVED)
-    assert 0 < asked.params.top_p < 1e-6
-    said = {"temperature": 0, "top_p": asked.params.top_p, "top_k": 0, "min_p": 0.1, "seed": 5, "stop": ("x",)}
-    said |= {"repeat_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {7: -100.0}}
-    expected = SamplingParams(**said, max_tokens=3)
-    assert asked.params == expected
-    assert asked.options == {"think": "auto", "drafters": ["small"], "draft_length": 3}
-    for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
-        assert read(ChatBody, {"messages": CHAT, "localspec": off}).asked(SERVED).options["speculate"] is False
-
-
 def test_a_corpus_that_requests_may_name_drafts_for_those_alone() -> None:
     """No other path: such a request is refused, and no file is opened."""
     drafters = {"ngram": "ngram", "corpus": "corpus:/a", "corpus2": "corpus:/b"}
