@@ -33,7 +33,7 @@ from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.contexts import watch_passes
 from tests.support.embedders import write_bert
-from tests.support.serving import Server, asking, opening, post, serve, serve_several
+from tests.support.serving import Server, asking, opening, post, said_by, serve, serve_several
 from tests.support.standin import Server as Hub
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -454,23 +454,6 @@ def test_rounds_of_two_models_alternate(disk: Path, monkeypatch: pytest.MonkeyPa
         assert all(each.exception() is None for each in asked)
     together = order[20:80]
     assert sum(a != b for a, b in pairwise(together)) > 0.9 * len(together)
-
-
-def said_by(answer: bytes) -> str:
-    """All texts and numbers of an answer of any API, whole or in events."""
-
-    def of(value: Any, name: str = "") -> str:
-        if isinstance(value, dict):
-            return "".join(of(item, key) for key, item in value.items())
-        if isinstance(value, list):
-            return "".join(of(item, name) for item in value)
-        is_said = name in ("content", "text", "response", "delta", "embeddings") and value is not None
-        return str(value) if is_said else ""
-
-    lines = [line.removeprefix("data: ") for line in answer.decode().splitlines()]
-    found = "".join(of(json.loads(line)) for line in lines if line.startswith("{"))
-    assert found, answer
-    return found
 
 
 def requests_of(model: str, text: str, n: int, fills: bool = False) -> list[tuple[str, dict[str, Any]]]:

@@ -97,6 +97,26 @@ def asking(text: str, n: int, **own: Any) -> dict[str, dict[str, Any]]:
     }
 
 
+TEXTS = ("content", "text", "response", "delta", "embeddings")
+REASONS = ("finish_reason", "stop_reason", "done_reason", "stop_type", "status")
+
+
+def said_by(answer: bytes) -> str:
+    """All texts and numbers of an answer of any API, whole or in events, and why it ended."""
+
+    def of(value: Any, name: str = "") -> str:
+        if isinstance(value, dict):
+            return "".join(of(item, key) for key, item in value.items())
+        if isinstance(value, list):
+            return "".join(of(item, name) for item in value)
+        return str(value) if name in (*TEXTS, *REASONS) and value is not None else ""
+
+    lines = [line.removeprefix("data: ") for line in answer.decode().splitlines()]
+    found = "".join(of(json.loads(line)) for line in lines if line.startswith("{"))
+    assert found, answer
+    return found
+
+
 def read_all(sock: socket.socket, at_once: int = 65536) -> bytes:
     """Until the server closes."""
     received = b""
