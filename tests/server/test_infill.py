@@ -273,18 +273,17 @@ def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.Monkey
         assert status == 200  # nothing to fill in: as OpenAI's own
 
 
-def test_a_suffix_by_openai_s_package(llm: LLM, server: Server) -> None:
+def test_a_suffix_by_openai_s_package(llm: LLM, client: openai.OpenAI) -> None:
     expected = llm.fill(BEFORE, BEHIND, SamplingParams(max_tokens=16))
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-        ask: Any = {"model": llm.model_name, "prompt": BEFORE, "suffix": BEHIND, "max_tokens": 16, "temperature": 0}
-        found = client.completions.create(**ask, extra_body={"localspec": {"draft_length": 4}})
-        assert found.choices[0].text == expected.text
-        assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
-        assert found.usage.completion_tokens_details.accepted_prediction_tokens
-        pieces = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
-        assert "".join(pieces) == expected.text
-        with pytest.raises(openai.BadRequestError, match="prompt must be a text where there is a suffix"):
-            client.completions.create(model=llm.model_name, prompt=[1, 2], suffix="x")
+    ask: Any = {"model": llm.model_name, "prompt": BEFORE, "suffix": BEHIND, "max_tokens": 16, "temperature": 0}
+    found = client.completions.create(**ask, extra_body={"localspec": {"draft_length": 4}})
+    assert found.choices[0].text == expected.text
+    assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
+    assert found.usage.completion_tokens_details.accepted_prediction_tokens
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
+    assert "".join(pieces) == expected.text
+    with pytest.raises(openai.BadRequestError, match="prompt must be a text where there is a suffix"):
+        client.completions.create(model=llm.model_name, prompt=[1, 2], suffix="x")
 
 
 def test_marks_that_an_editor_wrote_itself(llm: LLM, server: Server) -> None:
