@@ -55,7 +55,7 @@ def application(settings: ServerSettings, addresses: Sequence[Address], page: Pa
 
 
 class Guard:
-    """ASGI middleware in front of everything; ``kinds``: the kinds of client that each address answers."""
+    """ASGI middleware for HTTP in front of everything; ``kinds``: the kinds of client that each address answers."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, kinds: Sequence[tuple[re.Pattern[str], Collection[Kind]]]
@@ -78,13 +78,10 @@ class Guard:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_allowed = scope["type"] == "http" and Headers(scope=scope).get("origin") in self._origins
+        is_allowed = Headers(scope=scope).get("origin") in self._origins
         await (self._shared if is_allowed else self._guarded)(scope, receive, send)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         path = scope["path"]
         origin = headers.get("origin")
