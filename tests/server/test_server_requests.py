@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from localspec import SamplingParams
 from localspec.prompts.templates import ChatTemplate
@@ -132,18 +133,15 @@ def test_stats_metrics_and_health(server: Server) -> None:
     assert found["queue"] == {"running": False, "waiting": 0, "limit": 32}
     status, headers, text = server.ask("GET", "/metrics")
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    lines = text.decode().splitlines()
-    families = tuple(line.split(" ")[2] for line in lines if line.startswith("# TYPE "))
-    written = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-    samples = {name: float(value) for name, _, value in written}
+    written = [one for family in text_string_to_metric_families(text.decode()) for one in family.samples]
+    samples = {(one.name.removeprefix("localspec_"), *one.labels.values()): one.value for one in written}
     assert len(samples) == len(written)
-    assert all(name.startswith(families) for name in samples)
-    assert samples["localspec_completion_tokens_total"] == totals["completion_tokens"]
-    assert samples['localspec_draft_tokens_total{source="ngram"}'] == totals["num_draft_tokens"]
-    assert samples['localspec_requests_total{endpoint="chat",outcome="answered"}'] > 0
-    buckets = [value for name, value in samples.items() if name.startswith("localspec_request_seconds_bucket")]
+    assert samples["completion_tokens_total",] == totals["completion_tokens"]
+    assert samples["draft_tokens_total", "ngram"] == totals["num_draft_tokens"]
+    assert samples["requests_total", "chat", "answered"] > 0
+    buckets = [value for (name, *_), value in samples.items() if name == "request_seconds_bucket"]
     assert buckets == sorted(buckets)
-    assert buckets[-1] == samples["localspec_request_seconds_count"]
+    assert buckets[-1] == samples["request_seconds_count",]
     assert json.loads(server.ask("GET", "/health")[2]) == {"status": "ok"}
 
 
