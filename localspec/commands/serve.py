@@ -133,9 +133,9 @@ def _several(
     kept = "as long as there is room" if keep_alive is None else f"for {keep_alive:g} s after their use"
     shown = ", ".join(model.names[0] for model in host.models)
     say(f"{len(host.models)} models, loaded when asked for, kept {kept}: {shown}")
-    gpus = f", and {size_text(host.gpu_memory)} on GPUs" if host.gpu_memory else ""
+    gpus = f", and {size_text(host.memory.gpu)} on GPUs" if host.memory.gpu else ""
     hint = "; --memory changes it" if memory is None else ""
-    say(f"memory for models: {size_text(host.memory)}{gpus}{hint}")
+    say(f"memory for models: {size_text(host.memory.ram)}{gpus}{hint}")
     return host
 
 

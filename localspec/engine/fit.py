@@ -160,6 +160,15 @@ class Space:
             return cls(ram)
         return cls(ram, loaded + sum(each.free_bytes for each in gpus))
 
+    def __add__(self, other: Space) -> Space:
+        return Space(self.ram + other.ram, (self.gpu or 0) + (other.gpu or 0))
+
+    def __sub__(self, other: Space) -> Space:
+        return Space(self.ram - other.ram, (self.gpu or 0) - (other.gpu or 0))
+
+    def holds(self, other: Space) -> bool:
+        return other.ram <= self.ram and (other.gpu or 0) <= (self.gpu or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class ContextChoice:
@@ -198,6 +207,8 @@ def choose_context(
     """
     trained = n_ctx_train if n_ctx_train > 0 else USUAL_CTX
     most = trained if on_gpu else min(trained, MOST_ON_CPU)
+    if space.gpu is None:  # what a GPU that shares the machine's memory takes is of that
+        loads = [replace(each, gpu_share=0.0) for each in loads]
     beside = (taken(loads, 0, kv_type, backend).ram + space.ram) / 2
 
     def bound_by(n_ctx: int) -> str | None:

@@ -294,13 +294,9 @@ class KeptMessage(Body):
 KeptMessages = Annotated[list[KeptMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def _are_settings(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) <= MAX_SETTINGS
-        and all(isinstance(each, str | int | float | bool) for each in value.values())
-        and len(json.dumps(value)) <= 1 << 16
-    )
+Setting = Annotated[
+    Any, must_be("a string, a number, true or false", lambda value: isinstance(value, str | int | float | bool))
+]
 
 
 class ConversationBody(Body):
@@ -310,10 +306,7 @@ class ConversationBody(Body):
     revision: Annotated[int, whole(0, MAX_COUNT)] | None = None
     title: str = ""
     system: str = ""
-    settings: Annotated[
-        dict[str, Any],
-        must_be(f"at most {MAX_SETTINGS} names with a string, a number, true or false", _are_settings),
-    ] = {}
+    settings: Annotated[dict[str, Setting], Field(max_length=MAX_SETTINGS)] = {}
     messages: KeptMessages
 
     def content(self) -> dict[str, Any]:

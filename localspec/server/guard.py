@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.responses import Response
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,8 +35,6 @@ PAGE_POLICY = (
 )
 
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>\d{1,5}))?")
-_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}")
-_MOST_HEADERS = 64
 _PROXIED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 """Headers of a proxy: it may bring requests from another computer to a server that listens on this one alone."""
 
@@ -57,7 +55,7 @@ def application(settings: ServerSettings, addresses: Sequence[Address], page: Pa
 
 
 class Guard:
-    """ASGI middleware in front of everything; ``kinds``: the kinds of client that each address answers."""
+    """ASGI middleware for HTTP in front of everything; ``kinds``: the kinds of client that each address answers."""
 
     def __init__(
         self, app: ASGIApp, settings: ServerSettings, kinds: Sequence[tuple[re.Pattern[str], Collection[Kind]]]
@@ -68,31 +66,38 @@ class Guard:
         ours = () if settings.local else (settings.host, socket.gethostname())
         self._hosts = {"localhost", *(host.lower() for host in (*settings.hosts, *ours))}
         self._local = settings.local
-        self._origins = {origin.lower().rstrip("/") for origin in settings.origins}
+        self._origins = {each.rstrip("/") for origin in settings.origins for each in (origin, origin.lower())}
+        # All headers that its client adds: none but the key shows more, and an allowed site may send the key.
+        self._shared = CORSMiddleware(
+            self._guarded,
+            allow_origins=self._origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("Retry-After",),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+        is_allowed = Headers(scope=scope).get("origin") in self._origins
+        await (self._shared if is_allowed else self._guarded)(scope, receive, send)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         path = scope["path"]
         origin = headers.get("origin")
-        allowed = origin.lower() if origin is not None and origin.lower() in self._origins else None
+        allowed = origin if origin in self._origins else None
         started = False
 
         async def guarded_send(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                _harden(MutableHeaders(scope=message), path, allowed, headers)
+                _harden(MutableHeaders(scope=message), path, allowed)
             await send(message)
 
         try:
             name = self._checked_host(headers)
             self._check_origin(headers, scope["method"], path, allowed)
-            if allowed and scope["method"] == "OPTIONS":  # a browser asks first, without the key
-                await Response(status_code=204)(scope, receive, guarded_send)
-                return
             kinds = next((kinds for pattern, kinds in self._kinds if pattern.match(path)), None)
             client = scope[SCOPE_KEY] = self._client(headers, name, kinds or (), allowed)
             _check(client, kinds)
@@ -175,7 +180,7 @@ def _key_in(headers: Headers) -> str:
     return (given if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip(" \t")  # Anthropic's clients
 
 
-def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked: Headers) -> None:
+def _harden(headers: MutableHeaders, path: str, allowed: str | None) -> None:
     headers["X-Content-Type-Options"] = "nosniff"
     headers["Referrer-Policy"] = "no-referrer"
     headers["Cross-Origin-Resource-Policy"] = "cross-origin" if allowed else "same-origin"
@@ -185,16 +190,3 @@ def _harden(headers: MutableHeaders, path: str, allowed: str | None, asked: Head
     else:
         headers["Content-Security-Policy"] = "default-src 'none'; frame-ancestors 'none'"
         headers.setdefault("Cache-Control", "no-store")
-    if allowed:
-        headers["Access-Control-Allow-Origin"] = allowed
-        headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
-        # All that its client adds: no header but the key shows more, and an allowed site may send the key.
-        names = (name.strip().lower() for name in asked.get("access-control-request-headers", "").split(","))
-        valid = [name for name in names if _HEADER.fullmatch(name)][:_MOST_HEADERS]
-        headers["Access-Control-Allow-Headers"] = ", ".join(valid or ["authorization", "content-type"])
-        headers["Access-Control-Expose-Headers"] = "Retry-After"
-        headers["Access-Control-Max-Age"] = "600"
-        if asked.get("access-control-request-private-network") == "true":  # a public site, and a server that is not
-            headers["Access-Control-Allow-Private-Network"] = "true"
-        headers.add_vary_header("Origin")
-        headers.add_vary_header("Access-Control-Request-Headers")

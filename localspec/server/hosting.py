@@ -110,9 +110,7 @@ def fills(path: Path) -> bool:
         return "fim_mid" in Vocab.from_gguf(file).fim
 
 
-def memory_of(loads: Sequence[Load], n_ctx: int, kv_type: str, backend: str) -> Space:
-    space = taken(loads, n_ctx, kv_type, backend)
-    return Space(space.ram - PROGRAM_BYTES, space.gpu)
+NOTHING, PROGRAM = Space(0), Space(PROGRAM_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +119,7 @@ class LoadPlan:
 
     load: LoadOptions
     drafts: bool = False  # the catalogue's draft model is loaded as well
-    needed: int = 0  # what all takes together of the machine's memory [bytes]
-    on_gpu: int = 0  # and of GPUs with memory of their own [bytes]
+    needed: Space = NOTHING  # what all takes together
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +147,7 @@ class HostedModel:
     fixed: bool = False  # loaded by somebody else, and stays
     state: State = "unloaded"
     service: Service | EmbeddingService | None = None
-    taken: int = 0  # memory of the machine that it is counted with now [bytes]
-    taken_gpu: int = 0  # and of GPUs with memory of their own
+    taken: Space = NOTHING  # that it is counted with now
     n_uses: int = 0  # requests that it answers
     n_waiting: int = 0  # requests that wait for it
     n_promised: int = 0  # those that waited when it was loaded, and come before it is unloaded for another
@@ -201,10 +197,11 @@ class Host:
         self.ending = asyncio.Event()  # set once the server goes down
         self.started = time.time()
         self.turns = Turns()  # of the rounds of all models
-        self.memory = round(MEMORY_SHARE * read_memory().available) if memory is None else memory
-        if gpu_memory is None:
-            gpu_memory = 0 if opening is None else round(MEMORY_SHARE * _free_on_gpus(opening))
-        self.gpu_memory = gpu_memory
+        if memory is None:
+            memory = round(MEMORY_SHARE * read_memory().available)
+        if gpu_memory is None and opening is not None:
+            gpu_memory = round(MEMORY_SHARE * _free_on_gpus(opening))
+        self.memory = Space(memory, gpu_memory)
         self.keep_alive = keep_alive
         self.metrics = Metrics()  # of requests that named no model that is here
         self.models: list[HostedModel] = []
@@ -291,10 +288,11 @@ class Host:
             n_ctx, sizes = min(load.n_ctx or MAX_CTX, trained), file.sizes
             # A text is one pass, every token of which looks at all others.
             n_bytes = sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
-            ram, gpu = (0, n_bytes) if self.gpu_memory else (n_bytes, 0)
-            return LoadPlan(replace(load, n_ctx=n_ctx), needed=ram, on_gpu=gpu)
+            needed = Space(0, n_bytes) if self.memory.gpu else Space(n_bytes)
+            return LoadPlan(replace(load, n_ctx=n_ctx), needed=needed)
         backend = "ik-llama" if load.backend == "auto" else load.backend  # whose buffers are the larger ones
-        cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory))
+        cache_bytes = min(self.settings.prefix_cache << 20, round(CACHE_SHARE * self.memory.ram))
+        space = Space(round(CONTEXT_SHARE * self.memory.ram), round(CONTEXT_SHARE * (self.memory.gpu or 0)) or None)
         draft = Catalog.load().draft_for(file.path) if opening.drafts else None
         draft_sizes = read_sizes(draft) if draft is not None else None
         for drafts, several in ((True, True), (True, False), (False, False)):
@@ -303,10 +301,9 @@ class Host:
             usual = load.n_ctx or min(USUAL_CTX, trained)
             n_layers, loads = self._on_gpus(loads, usual, backend)
             on_gpu = loads[0].gpu_share == 1
-            space = Space(round(CONTEXT_SHARE * self.memory), round(CONTEXT_SHARE * self.gpu_memory) or None)
             found = choose_context(loads, load.kv_cache_type, backend, space, file.n_ctx_train, on_gpu=on_gpu)
             n_ctx = load.n_ctx or max(found.n_ctx, usual)
-            takes = memory_of(loads, n_ctx, load.kv_cache_type, backend)
+            takes = taken(loads, n_ctx, load.kv_cache_type, backend) - PROGRAM
             how = replace(
                 load,
                 n_ctx=n_ctx,
@@ -314,8 +311,8 @@ class Host:
                 prefix_cache_bytes=cache_bytes,
                 parallel=load.parallel if several else 1,
             )
-            plan = LoadPlan(how, drafts, cache_bytes + takes.ram, takes.gpu or 0)
-            if self._may_be(plan):
+            plan = LoadPlan(how, drafts, takes + Space(cache_bytes))
+            if self.memory.holds(plan.needed):
                 break
         return plan
 
@@ -323,23 +320,19 @@ class Host:
         """The layers of a target (the first) that go to GPUs with memory of their own, and what then lies where: all
         that were asked for, or as many as fit with what drafts."""
         load, n_all = self.opening.load, loads[0].sizes.n_layer + 1
-        if not self.gpu_memory:
+        if not self.memory.gpu:
             return load.n_gpu_layers, list(loads)
         for n in range(n_all, -1, -1) if load.n_gpu_layers is None else (load.n_gpu_layers,):
             share = gpu_share(n, loads[0].sizes.n_layer)
             drafts = [replace(each, gpu_share=float(share > 0)) for each in loads[1:]]
             placed = [replace(loads[0], gpu_share=share), *drafts]
-            takes = taken(placed, n_ctx, load.kv_cache_type, backend)
-            if load.n_gpu_layers is not None or (takes.gpu or 0) <= self.gpu_memory:
+            if (taken(placed, n_ctx, load.kv_cache_type, backend).gpu or 0) <= self.memory.gpu:
                 break
         return (-1 if n == n_all else n), placed
 
-    def _may_be(self, plan: LoadPlan) -> bool:
-        return plan.needed <= self.memory and plan.on_gpu <= self.gpu_memory
-
     def fits(self, model: HostedModel) -> bool:
         """Whether a model can be loaded, if no other is."""
-        return model.fixed or self._may_be(model.plan)
+        return model.fixed or self.memory.holds(model.plan.needed)
 
     async def find(self, name: str | None, use: Use, *, any_name: bool = False) -> HostedModel:
         """The model that a request names, or the first that can do what it asks for; ``any_name``: a name that is not
@@ -435,12 +428,12 @@ class Host:
                 self._advance()
 
     def too_large(self, model: HostedModel) -> str:
-        plan, gpus, limit = model.plan, "", ""
-        if self.gpu_memory:
-            gpus, limit = f" and {size_text(plan.on_gpu)} on the GPU", f" and {size_text(self.gpu_memory)}"
+        needed, gpus, limit = model.plan.needed, "", ""
+        if self.memory.gpu:
+            gpus, limit = f" and {size_text(needed.gpu or 0)} on the GPU", f" and {size_text(self.memory.gpu)}"
         return (
-            f"{model.names[0]} needs {size_text(plan.needed)}{gpus} with a context of {plan.load.n_ctx:,} tokens, "
-            f"and the models of this server may take {size_text(self.memory)}{limit} (--memory)"
+            f"{model.names[0]} needs {size_text(needed.ram)}{gpus} with a context of {model.plan.load.n_ctx:,} tokens, "
+            f"and the models of this server may take {size_text(self.memory.ram)}{limit} (--memory)"
         )
 
     def _release(self, model: HostedModel, keep: KeepAlive | Literal["usual"]) -> None:
@@ -491,36 +484,26 @@ class Host:
 
     def _in_the_way(self, wanted: HostedModel) -> list[HostedModel]:
         """The loaded models that have to go for one that is wanted, those used least recently first."""
-        lack, lack_gpu = wanted.plan.needed - self.room, wanted.plan.on_gpu - self.gpu_room
-        found = []
+        room, found = self.room, list[HostedModel]()
         loaded = [model for model in self.models if model.state == "loaded" and not model.fixed]
         for model in sorted(loaded, key=lambda model: (not model.is_idle, model.used)):
-            if lack <= 0 and lack_gpu <= 0:
+            lack = wanted.plan.needed - room
+            if NOTHING.holds(lack):
                 break
-            if (lack > 0 and model.taken) or (lack_gpu > 0 and model.taken_gpu):
-                lack, lack_gpu = lack - model.taken, lack_gpu - model.taken_gpu
+            if (lack.ram > 0 and model.taken.ram) or ((lack.gpu or 0) > 0 and model.taken.gpu):
+                room += model.taken
                 found.append(model)
         return found
 
     @property
-    def room(self) -> int:
-        """Memory that no model takes [bytes]."""
-        return self.memory - sum(model.taken for model in self.models)
-
-    @property
-    def gpu_room(self) -> int:
-        """The same of GPUs with memory of their own."""
-        return self.gpu_memory - sum(model.taken_gpu for model in self.models)
-
-    def _has_room(self, model: HostedModel) -> bool:
-        return model.plan.needed <= self.room and model.plan.on_gpu <= self.gpu_room
+    def room(self) -> Space:
+        """Memory that no model takes."""
+        return self.memory - _all_taken(self.models)
 
     @property
     def _over_budget(self) -> bool:
         """Whether the models that stay loaded take more than they may: one can turn out larger than was expected."""
-        stay = [model for model in self.models if model.state != "unloading"]
-        ram, gpu = sum(model.taken for model in stay), sum(model.taken_gpu for model in stay)
-        return ram > self.memory or gpu > self.gpu_memory
+        return not self.memory.holds(_all_taken(model for model in self.models if model.state != "unloading"))
 
     def _changed(self) -> None:
         self._advance()
@@ -543,7 +526,7 @@ class Host:
             return
         if any(model.state == "unloading" for model in self.models):
             return
-        if self._has_room(first):
+        if self.room.holds(first.plan.needed):
             self._start(first)
             return
         way = self._in_the_way(first)
@@ -552,21 +535,20 @@ class Host:
                 self._unload(model)
             return
         for model in others:
-            if model.state == "unloaded" and self._has_room(model):
+            if model.state == "unloaded" and self.room.holds(model.plan.needed):
                 self._start(model)
                 return
 
     def _start(self, model: HostedModel) -> None:
-        model.state, model.error = "loading", None
-        model.taken, model.taken_gpu = model.plan.needed, model.plan.on_gpu
+        model.state, model.error, model.taken = "loading", None, model.plan.needed
         model.cancel, model.doing, model.leaves = threading.Event(), ("loading", None), False
         self._run(self._load(model))
 
     async def _load(self, model: HostedModel) -> None:
         try:
-            engine, takes = await asyncio.to_thread(self._opened, model)
+            engine, model.taken = await asyncio.to_thread(self._opened, model)
         except Exception as error:
-            model.state, model.taken, model.taken_gpu = "unloaded", 0, 0
+            model.state, model.taken = "unloaded", NOTHING
             self._line.pop(model, None)
             if not (isinstance(error, Cancelled) and model.cancel.is_set()):
                 model.error = line_of(error).replace(str(model.file.path), model.file.path.name)
@@ -576,7 +558,6 @@ class Host:
         else:
             self._serve(model, engine)
             model.used = time.monotonic()
-            model.taken, model.taken_gpu = takes.ram, takes.gpu or 0
             model.n_promised = model.n_waiting
             self._line.pop(model, None)
             self._rest(model)
@@ -586,7 +567,7 @@ class Host:
         """Load a model; it takes time."""
         opening, file = self.opening, model.file
         if file.embeds:
-            return opening.embedding(file, model.plan), Space(model.plan.needed, model.plan.on_gpu)
+            return opening.embedding(file, model.plan), model.plan.needed
 
         def report(what: str, fraction: float | None) -> None:
             model.doing = (what, fraction)
@@ -594,8 +575,8 @@ class Host:
         llm = opening.text(file, model.plan, report, model.cancel)
         try:
             llm.take_turns(self.turns)
-            takes = _taken(llm, opening.load.kv_cache_type, gpus=bool(self.gpu_memory))
-            return llm, Space(model.plan.load.prefix_cache_bytes + takes.ram, takes.gpu)
+            takes = _taken(llm, opening.load.kv_cache_type, gpus=bool(self.memory.gpu))
+            return llm, takes + Space(model.plan.load.prefix_cache_bytes)
         except BaseException:
             llm.close(cancel=True)
             raise
@@ -618,7 +599,7 @@ class Host:
         service, model.service, model.expires = model.service, None, None
         assert service is not None
         await asyncio.to_thread(service.close)
-        model.state, model.taken, model.taken_gpu = "unloaded", 0, 0
+        model.state, model.taken = "unloaded", NOTHING
         self._changed()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -692,4 +673,8 @@ def _taken(llm: LLM, kv_type: str, *, gpus: bool) -> Space:
     if target is not None:
         share = gpu_share(pair.options.n_gpu_layers, target.n_layer) if on_gpu else 0.0
         loads = loads_for(Load(target, gpu_share=share), models, heads, parallel)
-    return memory_of(loads, llm.n_ctx, kv_type, llm.backend_name)
+    return taken(loads, llm.n_ctx, kv_type, llm.backend_name) - PROGRAM
+
+
+def _all_taken(models: Iterable[HostedModel]) -> Space:
+    return sum((model.taken for model in models), NOTHING)

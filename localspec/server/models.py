@@ -131,7 +131,7 @@ class ModelEndpoints:
                 "doing": model.doing[0] if model.state == "loading" else "",
                 "fraction": model.doing[1] if model.state == "loading" else None,
                 "size": model.file.n_bytes,
-                "needed": model.plan.needed,
+                "needed": model.plan.needed.ram,
                 "fits": host.fits(model),
                 "embeds": model.file.embeds,
                 "error": model.error,
@@ -141,9 +141,10 @@ class ModelEndpoints:
         ]
         found: dict[str, Any] = {"models": models, "several": host.only is None}
         if host.only is None:
-            found["memory"] = {"limit": host.memory, "taken": host.memory - host.room}
-            found["gpu_memory"] = {"limit": host.gpu_memory, "taken": host.gpu_memory - host.gpu_room}
-            found["fetches"], room = client.reads_texts, host.memory + host.gpu_memory
+            limit, taken = host.memory, host.memory - host.room
+            found["memory"] = {"limit": limit.ram, "taken": taken.ram}
+            found["gpu_memory"] = {"limit": limit.gpu or 0, "taken": taken.gpu}
+            found["fetches"], room = client.reads_texts, limit.ram + (limit.gpu or 0)
             catalog = Catalog.load() if client.reads_texts else {}
             heads = {name for entry in catalog.values() for name in entry.heads}  # which come with their models
             found["catalog"] = [
@@ -200,8 +201,8 @@ class ModelEndpoints:
         if (only := host.only) is None:
             registry.register(OfModels(host))
             gauges += [
-                ("memory_limit_bytes", "What the models may take.", host.memory),
-                ("gpu_memory_limit_bytes", "What they may take of GPUs of their own memory.", host.gpu_memory),
+                ("memory_limit_bytes", "What the models may take.", host.memory.ram),
+                ("gpu_memory_limit_bytes", "What they may take of GPUs of their own memory.", host.memory.gpu or 0),
             ]
         else:
             registry.register(only.metrics)
@@ -246,8 +247,8 @@ class OfModels(Collector):
 def _gauges(model: HostedModel) -> Iterator[Metric]:
     for stem, about, value in (
         ("loaded", "Whether the model is loaded.", model.state == "loaded"),
-        ("memory_bytes", "Memory that it is counted with.", model.taken),
-        ("gpu_memory_bytes", "The same of GPUs of their own memory.", model.taken_gpu),
+        ("memory_bytes", "Memory that it is counted with.", model.taken.ram),
+        ("gpu_memory_bytes", "The same of GPUs of their own memory.", model.taken.gpu or 0),
         ("requests_running", "Requests that it answers.", model.n_uses),
         ("requests_waiting", "Requests that wait until it is loaded.", model.n_waiting),
     ):
@@ -317,8 +318,9 @@ class OllamaModels:
             own: dict[str, Any] = {"context_length": n_ctx}
             if not model.fixed:
                 on_gpu = isinstance(service, Service) and service.llm.inspect().target.capabilities.device == "gpu"
-                size = model.taken + model.taken_gpu
-                vram = size if on_gpu and not self.host.gpu_memory else model.taken_gpu  # else it is all one memory
+                own_gpu = model.taken.gpu or 0
+                size = model.taken.ram + own_gpu
+                vram = size if on_gpu and not self.host.memory.gpu else own_gpu  # else it is all one memory
                 expires = timestamp(model.expires or (_IN_A_CENTURY if model.keep is None else time.time()))
                 own |= {"size": size, "size_vram": vram, "expires_at": expires}
             for listed in await self._listed([model]):

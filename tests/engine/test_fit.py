@@ -105,7 +105,8 @@ def test_on_a_gpu_its_memory_counts_and_nobody_waits_for_prompts() -> None:
     assert "free on the GPU" in tight.reason
     shared = Device("Metal", "Apple M3", 11 * GB, 16 * GB, True)
     own = Device("CUDA0", "a card", 11 * GB, 16 * GB, False)
-    assert Space.beside(12 * GB, [shared]) == Space(12 * GB)
+    assert Space.beside(6 * GB, [shared]) == Space(6 * GB)  # of which it takes all
+    assert choose_context(loads, "f16", "llama-cpp", Space(6 * GB), 1 << 17, on_gpu=True).n_ctx == choice(6).n_ctx
     assert Space.beside(12 * GB, [own, own], 2 * GB) == Space(12 * GB, 24 * GB)
 
 

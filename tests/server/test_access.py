@@ -152,6 +152,15 @@ def test_whose_texts_are_drafted(house: House, who: str, own: dict[str, Any]) ->
         assert last["draft"] == ["ngram"]
 
 
+def test_what_is_drafted_from_only_on_request(house: House) -> None:
+    body = {"messages": CHAT, "max_tokens": 24, "seed": 1, "ignore_eos": True, "localspec": {"draft_length": 24}}
+    with serve(house.llm, corpora=[f"corpus:{house.folder}"]) as server:
+        for own, drafted in (({}, False), ({"draft": "corpus"}, True)):
+            asked = body | {"localspec": body["localspec"] | own}
+            found = json.loads(server.ask("POST", "/v1/chat/completions", asked)[2])
+            assert ("corpus" in found["localspec"]["stats"]["by_source"]) == drafted
+
+
 @pytest.mark.parametrize("who", ["proxied", "another computer", "site", "site with the key"])
 @pytest.mark.parametrize("name", ["corpus", "corpus:chats", "corpus:{folder}"])
 def test_they_cannot_be_asked_for_by_name(house: House, who: str, name: str) -> None:

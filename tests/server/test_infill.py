@@ -11,12 +11,11 @@ import openai
 import pytest
 
 from localspec import LLM, SamplingParams
-from localspec.server.bodies import read
 from localspec.server.http import ApiError
-from localspec.server.infill import MAX_CHARACTERS, MAX_HELD, MAX_WINDOWS, InfillBody, LineRules, Slots, Windows, join
-from localspec.server.requests import ServedModel
+from localspec.server.infill import MAX_CHARACTERS, MAX_HELD, MAX_WINDOWS, LineRules, Slots, Windows, join
 from tests.conftest import TinyFiles
-from tests.support.serving import Server, post, serve
+from tests.server.apis.packages import says
+from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
 
 LOAD: dict[str, Any] = {"files": "fim", "draft": ["ngram", "model"]}
@@ -52,8 +51,9 @@ def infill(server: Server, **changes: Any) -> dict[str, Any]:
     return found
 
 
-def says(text: str) -> dict[str, Any]:
-    return {"grammar": f"root ::= {json.dumps(text)}", "n_predict": 200}
+def saying(server: Server, text: str, **changes: Any) -> dict[str, Any]:
+    """Where the model says this."""
+    return infill(server, **{"n_predict": 900} | says(text) | changes)
 
 
 def test_a_suggestion_is_the_library_s(llm: LLM, server: Server) -> None:
@@ -113,19 +113,19 @@ def test_extra_context_is_read_while_nobody_asks(llm: LLM, server: Server) -> No
 
 def test_a_line_further_left_and_a_stop_string_end_it(server: Server) -> None:
     text = "the\n\n    in\n  an\non"
-    assert infill(server, **says(text))["content"] == text
-    assert infill(server, **says(text), n_indent=2)["content"] == "the\n\n    in\n  an"
+    assert saying(server, text)["content"] == text
+    assert saying(server, text, n_indent=2)["content"] == "the\n\n    in\n  an"
     for change, end in (({"n_indent": 4}, ("the\n\n    in", "limit")), ({"stop": ["\n"]}, ("the", "word"))):
-        found = infill(server, **says(text), **change)
+        found = saying(server, text, **change)
         assert (found["content"], found["stop_type"]) == end
 
 
 def test_time_ends_an_answer_of_several_lines(server: Server) -> None:
     text = "an\n" * 150
-    found = infill(server, **says(text) | {"n_predict": 900}, t_max_predict_ms=1)
+    found = saying(server, text, t_max_predict_ms=1)
     assert 3 <= len(found["content"]) < len(text)
     line = "an " * 150
-    assert infill(server, **says(line) | {"n_predict": 900}, t_max_predict_ms=1)["content"] == line
+    assert saying(server, line, t_max_predict_ms=1)["content"] == line
 
 
 def test_what_is_held_back_comes_in_the_end() -> None:
@@ -256,25 +256,6 @@ def test_a_newer_request_may_be_gone_before_the_older_one_has_cleaned_up() -> No
     assert (refused.value.status, refused.value.code) == (409, "superseded")
 
 
-def test_an_editor_that_hangs_up_frees_the_engine(server: Server) -> None:
-    with server.connect() as sock:
-        sock.sendall(post(VIM | ENDLESS, "/infill"))
-        wait_until(lambda: server.service.llm.busy, "it runs")
-    server.wait_idle()
-
-
-def test_temperature_counts_where_it_is_a_sampler() -> None:
-    served = ServedModel(SamplingParams(temperature=1.0), {}, 100)
-    for changes, temperature in (
-        ({}, 0),
-        ({"samplers": ["top_k", "temperature"]}, 0.7),
-        ({"samplers": None}, 0.7),
-        ({"samplers": None, "temperature": None}, 0),
-    ):
-        asked = read(InfillBody, VIM | {"temperature": 0.7} | changes).asked(served)
-        assert asked.params.temperature == temperature
-
-
 def test_a_prediction_is_heeded_as_in_the_other_apis(llm: LLM, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, job = list[Any](), LLM.job
     monkeypatch.setattr(LLM, "job", lambda llm, *given, **options: asked.append(options) or job(llm, *given, **options))
@@ -292,18 +273,17 @@ def test_a_model_that_cannot_says_so(tiny: TinyFiles, monkeypatch: pytest.Monkey
         assert status == 200  # nothing to fill in: as OpenAI's own
 
 
-def test_a_suffix_by_openai_s_package(llm: LLM, server: Server) -> None:
+def test_a_suffix_by_openai_s_package(llm: LLM, client: openai.OpenAI) -> None:
     expected = llm.fill(BEFORE, BEHIND, SamplingParams(max_tokens=16))
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
-        ask: Any = {"model": llm.model_name, "prompt": BEFORE, "suffix": BEHIND, "max_tokens": 16, "temperature": 0}
-        found = client.completions.create(**ask, extra_body={"localspec": {"draft_length": 4}})
-        assert found.choices[0].text == expected.text
-        assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
-        assert found.usage.completion_tokens_details.accepted_prediction_tokens
-        pieces = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
-        assert "".join(pieces) == expected.text
-        with pytest.raises(openai.BadRequestError, match="prompt must be a text where there is a suffix"):
-            client.completions.create(model=llm.model_name, prompt=[1, 2], suffix="x")
+    ask: Any = {"model": llm.model_name, "prompt": BEFORE, "suffix": BEHIND, "max_tokens": 16, "temperature": 0}
+    found = client.completions.create(**ask, extra_body={"localspec": {"draft_length": 4}})
+    assert found.choices[0].text == expected.text
+    assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
+    assert found.usage.completion_tokens_details.accepted_prediction_tokens
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)]
+    assert "".join(pieces) == expected.text
+    with pytest.raises(openai.BadRequestError, match="prompt must be a text where there is a suffix"):
+        client.completions.create(model=llm.model_name, prompt=[1, 2], suffix="x")
 
 
 def test_marks_that_an_editor_wrote_itself(llm: LLM, server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,7 +18,7 @@ from localspec.server.http import ApiError
 from localspec.server.requests import MAX_BIASES, MAX_STOP, MAX_STOPS, ApiBody, ServedModel
 
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99, seed=5), {"ngram": "ngram"}, 1000)
-THINKER = ServedModel(SamplingParams(), {"ngram": "ngram"}, 1000, thinks=True)
+THINKER = replace(SERVED, thinks=True)
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "description": "F.", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -88,6 +89,22 @@ def test_what_asks_for_nothing_passes(kind: str, change: dict[str, Any]) -> None
     asked(kind, change)
 
 
+def at(value: Any, path: str) -> Any:
+    """What stands in a request at a place: names of fields and keys, and places in lists."""
+    for part in path.split("."):
+        if part.isdecimal():
+            value = value[int(part)]
+        else:
+            value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(("kind", "change", "expected"), rows("asked"))
+def test_what_is_said_holds(kind: str, change: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = asked(kind, change, THINKER)
+    assert {path: at(found, path) for path in expected} == expected
+
+
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_seed_minus_one_is_a_fresh_one(kind: str) -> None:
     for number, seed in ((-1, None), (7, 7)):  # not the server's own 5
@@ -113,16 +130,6 @@ def test_biases_and_metadata_are_bounded() -> None:
     assert refusal("chat", {"logit_bias": {str(i): -1 for i in range(MAX_BIASES + 1)}}).param == "logit_bias"
 
 
-def test_the_newer_name_of_a_bound_goes_first() -> None:
-    for change, bound in (
-        ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
-        ({"max_tokens": 3, "max_completion_tokens": None}, 3),
-        ({"max_tokens": 3, "max_completion_tokens": -1}, 3),
-        ({"n_predict": 6}, 6),
-    ):
-        assert asked("chat", change).params.max_tokens == bound
-
-
 def test_efforts() -> None:
     efforts = {"none": "off", "minimal": "low", "xhigh": "high", "max": "high"}
     for effort, think in (efforts | {level: level for level in ("low", "medium", "high")}).items():
@@ -133,73 +140,6 @@ def test_efforts() -> None:
         for kind, change in asking:
             assert asked(kind, change, THINKER).options["think"] == think
             assert kind == "ollama chat" or asked(kind, change).options["think"] == "auto"  # they are sent to any model
-
-
-def test_variables_of_the_template_are_passed_on() -> None:
-    found = asked("chat", {"chat_template_kwargs": {"enable_thinking": False, "mood": "calm"}}, THINKER)
-    assert (found.options["think"], found.variables) == ("off", {"mood": "calm"})
-
-
-def test_how_a_prompt_ends() -> None:
-    begun = [USER, {"role": "assistant", "content": "I"}]
-    for change, ending in (
-        ({}, "assistant"),
-        ({"add_generation_prompt": False}, "none"),
-        ({"continue_final_message": True}, "continue"),
-        ({"continue_final_message": True, "add_generation_prompt": False}, "continue"),
-        ({"messages": [USER, begun[1] | {"prefix": True}]}, "continue"),
-    ):
-        assert asked("chat", {"messages": begun, **change}).ending == ending
-    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
-    assert refusal("chat", both).param == "continue_final_message"
-    assert asked("messages", {"messages": begun}).ending == "continue"
-    assert asked("ollama chat", {"messages": begun}).ending == "continue"
-    assert asked("responses", {"input": begun}).ending == "assistant"
-
-
-def test_what_an_answer_said_is_its_content() -> None:
-    parts = [{"type": "text", "text": "No"}, {"type": "refusal", "refusal": ", I won't."}]
-    for message, content, thought in (
-        ({"content": parts}, "No, I won't.", None),
-        ({"content": None, "refusal": "No."}, "No.", None),
-        ({"content": None}, None, None),
-        ({}, None, None),
-        ({"content": "", "reasoning": "Hm."}, "", "Hm."),
-    ):
-        (found,) = asked("chat", {"messages": [{"role": "assistant"} | message]}).messages
-        assert (found["content"], found["reasoning_content"]) == (content, thought)
-    texts = [{"type": "text", "text": text} for text in "ab"]
-    tool = {"role": "tool", "tool_call_id": "c", "content": texts}
-    assert asked("chat", {"messages": [USER, tool]}).messages[1]["content"] == "ab"
-
-
-def test_only_some_of_the_tools_may_be_allowed() -> None:
-    other = {"type": "function", "function": FUNCTION | {"name": "g"}}
-    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
-    found = asked("chat", {"tools": [TOOL, other], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}})
-    assert [tool["function"]["name"] for tool in found.tools.tools] == ["g"]
-    assert found.tools.required
-    tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in "fg"]
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
-    chat = asked("responses", {"tools": tools, "tool_choice": choice})
-    assert [tool["function"]["name"] for tool in chat.tools.tools] == ["f"]
-    assert not chat.tools.required
-
-
-def test_items_of_responses() -> None:
-    summary = [{"type": "summary_text", "text": "Hm."}]
-    items = [
-        USER,
-        {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": "x"},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"},
-        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "seven"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "id": "msg_1"},
-        {"role": "developer", "content": "Be kind."},
-    ]
-    _, thought, call, *said = asked("responses", {"input": items}).messages
-    assert (thought["reasoning_content"], call["role"], call["tool_calls"][0]["id"]) == ("Hm.", "assistant", "c")
-    found = [(message["role"], message["content"]) for message in said]
-    assert found == [("tool", "seven"), ("assistant", "No."), ("system", "Be kind.")]
 
 
 CHAT, ITEMS, BLOCKS = "openai.types.chat", "openai.types.responses", "anthropic.types"

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -22,16 +22,18 @@ import pytest
 from localspec import LLM
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.backends.registry import unavailable_reason
+from localspec.engine.fit import Space
 from localspec.engine.options import LoadOptions
 from localspec.engine.worker import Turns
 from localspec.server import hosting
 from localspec.server.http import read_keep_alive
 from localspec.system.files import models_dir
+from tests.server.apis.packages import APIS
 from tests.server.conftest import SHAPE
 from tests.support import ggufs
 from tests.support.contexts import watch_passes
 from tests.support.embedders import write_bert
-from tests.support.serving import Server, asking, opening, post, serve, serve_several
+from tests.support.serving import Server, asking, opening, post, said_by, serve, serve_several
 from tests.support.standin import Server as Hub
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -59,6 +61,11 @@ def refused(server: Server, path: str, body: Any, method: str = "POST") -> tuple
 
 def loaded(server: Server) -> list[str]:
     return [model["name"] for model in ask(server, "/api/ps")["models"]]
+
+
+def needs(server: Server) -> list[int]:
+    """Memory of the machine that each model is expected to take [bytes]."""
+    return [model.plan.needed.ram for model in server.host.models]
 
 
 def gone(server: Server, *stay: str) -> None:
@@ -176,7 +183,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
         assert generate()["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
-        assert 0 < shown["size"] == server.host.named("red").plan.needed
+        assert 0 < shown["size"] == server.host.named("red").plan.needed.ram
         assert "T" in shown["expires_at"]
         assert generate(keep_alive=-1)["done_reason"] == "load"
         (shown,) = ask(server, "/api/ps")["models"]
@@ -202,7 +209,7 @@ def test_a_model_stays_as_long_as_was_said(disk: Path) -> None:
 
 def test_one_that_is_used_least_recently_makes_room(disk: Path) -> None:
     with serve_several(prefix_cache=0) as server:
-        server.host.memory = sum(sorted(model.plan.needed for model in server.host.models)[1:])
+        server.host.memory = Space(sum(sorted(needs(server))[1:]), 0)
         for name, expected in (
             ("blue", ["blue"]),
             ("code", ["blue", "code"]),
@@ -224,20 +231,16 @@ def test_one_that_can_never_fit_is_refused_with_the_numbers(disk: Path) -> None:
     ggufs.write_llama(disk / "alpha.gguf", SHAPE, ggufs.bpe_vocab(4000), seed=1)
     with serve_several(prefix_cache=0) as server:
         server.host.memory = server.host.named("blue").plan.needed
-        assert server.host.named("alpha").plan.needed > server.host.memory  # what names none goes to one that fits
+        assert not server.host.fits(server.host.named("alpha"))  # what names none goes to one that fits
         assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "blue"
 
 
 def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(gpu_memory=1 << 30, prefix_cache=0) as server:
         blue, _, red = server.host.models
-        assert (blue.plan.load.n_gpu_layers, blue.plan.needed, blue.plan.on_gpu) == (
-            -1,
-            0,
-            red.plan.on_gpu,
-        )  # all of it
-        most = max(model.plan.on_gpu for model in server.host.models)
-    monkeypatch.setattr(hosting, "_taken", lambda *given, **more: hosting.Space(0, most))  # as if there was one
+        assert (blue.plan.load.n_gpu_layers, blue.plan.needed) == (-1, Space(0, red.plan.needed.gpu))  # all of it
+        most = max(model.plan.needed.gpu for model in server.host.models)
+    monkeypatch.setattr(hosting, "_taken", lambda *given, **more: Space(0, most))  # as if there was one
     with serve_several(gpu_memory=2 * most, prefix_cache=0) as server:
         for name in ("blue", "code", "red"):
             ask(server, "/v1/chat/completions", chat(name))
@@ -247,13 +250,13 @@ def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPat
         assert found["memory"]["taken"] == 0
         assert [each["size_vram"] for each in ask(server, "/api/ps")["models"]] == [most, most]
         ask(server, "/models/unload", {"model": "red"})
-        wait_until(lambda: server.host.gpu_room == most, "red is unloaded")
+        wait_until(lambda: server.host.room.gpu == most, "red is unloaded")
     # Where it does not hold all layers, it is given some; those that were asked for are too many.
-    with serve_several(gpu_memory=blue.plan.on_gpu - 1, prefix_cache=0) as server:
+    with serve_several(gpu_memory=blue.plan.needed.gpu - 1, prefix_cache=0) as server:
         part = server.host.models[0].plan
         assert part.load.n_gpu_layers in (0, 1, 2)
-        assert 0 < part.needed < blue.plan.on_gpu
-        assert part.on_gpu < blue.plan.on_gpu
+        assert 0 < part.needed.ram < blue.plan.needed.gpu
+        assert part.needed.gpu < blue.plan.needed.gpu
     with serve_several(opening({"n_gpu_layers": 3}), gpu_memory=1000, prefix_cache=0) as server:
         status, message = refused(server, "/v1/chat/completions", chat("red"))
         assert (status, "on the GPU" in message) == (400, True)
@@ -263,7 +266,7 @@ def test_a_gpu_has_a_budget_of_its_own(disk: Path, monkeypatch: pytest.MonkeyPat
 def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_several(prefix_cache=0) as server:
         blue, _, red = server.host.models
-        server.host.memory = max(red.plan.needed, blue.plan.needed)
+        server.host.memory = Space(max(needs(server)), 0)
         answers: list[str] = []
 
         def one(model: str) -> None:
@@ -280,47 +283,41 @@ def test_what_does_not_fit_beside_what_answers_waits(disk: Path, monkeypatch: py
             pool.submit(one, "red")
             wait_until(lambda: red.n_waiting == 1, "it waits too")
         assert answers == ["red", "blue", "red"]
-        assert server.host.room >= 0
+        assert server.host.room.ram >= 0
 
 
 def test_where_memory_is_short_a_model_is_loaded_with_less(disk: Path) -> None:
     how = opening({"parallel": 2})
     with serve_several(how, prefix_cache=0) as server:
-        plan, most = server.host.named("red").plan, server.host.named("red").plan.needed
+        plan = server.host.named("red").plan
+        most = plan.needed.ram
         assert (plan.load.parallel, plan.drafts) == (2, True)
     for memory in (most, most - 1):
         with serve_several(how, prefix_cache=0, memory=memory) as server:
             model = server.host.named("red")
             assert model.plan.load.parallel == (2 if memory == most else 1)
             ask(server, "/v1/chat/completions", chat("red"))
-            assert 0 < model.taken <= memory
+            assert 0 < model.taken.ram <= memory
 
 
-def test_the_packages_of_three_apis(disk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packages_of_all_apis(disk: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each finds the models, has one loaded and another, and reads past the signs of life of a stream that waits for
     its model; Ollama's has them fetched, unloaded and deleted too."""
-    openai, anthropic, ollama = (pytest.importorskip(name) for name in ("openai", "anthropic", "ollama"))
+    ollama = pytest.importorskip("ollama")
     monkeypatch.setattr("localspec.server.events.KEEP_ALIVE_SECONDS", 0.05)
-    said = [{"role": "user", "content": "a"}]
     with ExitStack() as stack:
         server = stack.enter_context(serve_several(Gate(seconds=0.3).opening))
-        one = stack.enter_context(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0))
-        assert [model.id for model in one.models.list()] == ["blue", "code", "red"]
-        assert one.models.retrieve("red").id == "red"
-        for name in ("red", "blue"):
-            parts = list(one.chat.completions.create(model=name, messages=said, max_tokens=3, stream=True))
-            assert {part.model for part in parts} == {name}
-        with pytest.raises(openai.NotFoundError, match="no model 'green' here"):
-            one.chat.completions.create(model="green", messages=said)
-        two = stack.enter_context(anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0))
-        assert [model.id for model in two.models.list()] == ["blue", "code", "red"]
-        with two.messages.stream(model="code", messages=said, max_tokens=3) as stream:
-            assert stream.get_final_message().model == "code"
-        with pytest.raises(anthropic.NotFoundError, match="no model 'green' here"):
-            two.messages.create(model="green", messages=said, max_tokens=3)
-        three = ollama.Client(host=server.url)
-        stack.callback(three.close)
-        assert {model.model for model in three.ps().models} == {"blue", "code", "red"}
+        for name, kind in APIS.items():
+            api = kind(server.url, "red")
+            three = stack.enter_context(closing(api.package))  # Ollama's in the end
+            if name != "ollama":
+                assert [model.id for model in three.models.list()] == ["blue", "code", "red"]
+            assert api.ask(n=3, stream=True).n <= 3
+            assert loaded(server) == ["red"]
+            ask(server, "/models/unload", {"model": "red"})
+            gone(server)
+            with pytest.raises(api.error, match="no model 'green' here"):
+                api.ask(model="green")
         with pytest.raises(ollama.ResponseError) as caught:
             three.show("green")
         assert caught.value.status_code == 404  # which has `ollama run` fetch it
@@ -332,7 +329,7 @@ def test_the_packages_of_three_apis(disk: Path, hub: Hub, monkeypatch: pytest.Mo
         with held(server, "green"):
             assert refused(server, "/api/delete", {"model": "green"}, "DELETE")[0] == 409
         assert three.generate("green", keep_alive=0).done_reason == "unload"
-        wait_until(lambda: {model.model for model in three.ps().models} == {"blue", "code", "red"}, "it is unloaded")
+        wait_until(lambda: not three.ps().models, "it is unloaded")
         assert three.delete("green").status == "success"
         assert not (models_dir() / "hf/acme/more/green.gguf").exists()
         assert {model.model for model in three.list().models} == {"blue", "code", "red"}
@@ -459,23 +456,6 @@ def test_rounds_of_two_models_alternate(disk: Path, monkeypatch: pytest.MonkeyPa
     assert sum(a != b for a, b in pairwise(together)) > 0.9 * len(together)
 
 
-def said_by(answer: bytes) -> str:
-    """All texts and numbers of an answer of any API, whole or in events."""
-
-    def of(value: Any, name: str = "") -> str:
-        if isinstance(value, dict):
-            return "".join(of(item, key) for key, item in value.items())
-        if isinstance(value, list):
-            return "".join(of(item, name) for item in value)
-        is_said = name in ("content", "text", "response", "delta", "embeddings") and value is not None
-        return str(value) if is_said else ""
-
-    lines = [line.removeprefix("data: ") for line in answer.decode().splitlines()]
-    found = "".join(of(json.loads(line)) for line in lines if line.startswith("{"))
-    assert found, answer
-    return found
-
-
 def requests_of(model: str, text: str, n: int, fills: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """A request of every API that a model can answer, in both forms."""
     found = [(path, body) for path, body in asking(text, n, seed=1).items() if fills or path != "/infill"]
@@ -489,7 +469,7 @@ def many_requests(server: Server, expected: list[tuple[str, dict[str, Any], str]
     todo = [(*rng.choice(expected), rng.random() < 0.1) for _ in range(n)]
 
     def ask_one(path: str, body: dict[str, Any], text: str, leaves: bool) -> int:
-        taken = sum(model.taken for model in server.host.models)
+        taken = sum(model.taken.ram for model in server.host.models)
         if leaves:
             with server.connect() as sock:
                 sock.sendall(post(body, path))
@@ -532,11 +512,10 @@ def test_mixed_requests_are_answered_as_by_each_model_alone(disk: Path) -> None:
             expected.append(("/api/embed", {"model": "bert", "input": text}, said))
         model.close()
     with serve_several(keep_alive=0.2, queue=64, prefix_cache=0) as server:
-        sizes = sorted(model.plan.needed for model in server.host.models)
-        server.host.memory = sum(sizes[-2:])  # the largest two, not all
+        server.host.memory = Space(sum(sorted(needs(server))[-2:]), 0)  # the largest two, not all
         answered, most = many_requests(server, expected, 120)
         assert answered > 100
-        assert most <= server.host.memory
+        assert most <= server.host.memory.ram
         wait_until(lambda: server.host.room == server.host.memory, "all are unloaded in the end")
 
 

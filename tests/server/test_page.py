@@ -105,6 +105,7 @@ def test_a_conversation_and_its_settings_reach_the_server(it: Tab) -> None:
     expect(it.page.locator("#draft-length")).to_be_disabled()
     it.page.fill("#temperature", "0.5")
     it.page.fill("#max-tokens", "7")
+    it.page.fill("#system", "Be brief.")
     it.page.get_by_text("More sampling").click()
     more = {"top-p": "0.9", "top-k": "20", "min-p": "0.05", "repeat-penalty": "1.1", "seed": "7"}
     for name, value in more.items():
@@ -127,10 +128,11 @@ def test_a_conversation_and_its_settings_reach_the_server(it: Tab) -> None:
     hello = {"role": "user", "content": "hello"}
     assert (one["messages"], one["localspec"], one["max_tokens"]) == ([hello], {"draft_length": "auto"}, 1024)
     assert "temperature" not in one
-    assert two["messages"] == [hello, {"role": "assistant", "content": first}, hello | {"content": "go on"}]
+    system = {"role": "system", "content": "Be brief."}
+    assert two["messages"] == [system, hello, {"role": "assistant", "content": first}, hello | {"content": "go on"}]
     assert (two["localspec"], two["temperature"], two["max_tokens"]) == ({"off": True}, 0.5, 7)
     assert {name: two[name.replace("-", "_")] for name in more} == {name: float(value) for name, value in more.items()}
-    assert (three["messages"], three["localspec"]) == ([hello | {"content": "tell me"}], {"draft_length": 3})
+    assert (three["messages"], three["localspec"]) == ([system, hello | {"content": "tell me"}], {"draft_length": 3})
     assert "max_tokens" not in three
 
 
@@ -236,23 +238,6 @@ def test_nothing_that_a_model_says_is_markup(tab: Tabs, tiny: TinyFiles, tmp_pat
         expect(it.page.locator("#plain-racer .text")).to_contain_text(HOSTILE)
 
 
-def test_the_policy_stops_what_the_code_would_let_through(browser: Any, server: Server) -> None:
-    page = browser.new_context().new_page()  # not a tab: the browser reports each refusal on the console
-    page.goto(server.url)
-    found = page.evaluate(
-        """async () => {
-            const style = document.createElement("style");
-            style.textContent = "body{}";
-            document.head.append(style);
-            const refused = async (action) => { try { return await action(); } catch (error) { return error.name; } };
-            const markup = await refused(() => { document.body.innerHTML = "<p>x</p>"; });
-            return [markup, await refused(() => fetch("https://example.org/")), style.sheet];
-        }"""
-    )
-    assert found == ["TypeError", "TypeError", None]
-    page.context.close()
-
-
 def race(it: Tab, runs: int = 4) -> None:
     n_before = len(it.asked)
     it.page.click("#start")
@@ -345,7 +330,6 @@ def test_a_race_can_be_stopped(tab: Tabs, endless: Server) -> None:
 
 
 def test_it_can_be_read_in_both_schemes_and_at_every_width(it: Tab) -> None:
-    assert it.run(NAMELESS) == []
     it.page.select_option("#draft-length", "4")
     it.ask(QUESTION)
     it.page.fill("#question", "x" * 1500)  # makes an alert appear
@@ -367,11 +351,6 @@ def test_it_can_be_read_in_both_schemes_and_at_every_width(it: Tab) -> None:
         pictures.append(it.page.screenshot())
     assert pictures[0] != pictures[1]
 
-
-NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, [role=region], [role=tabpanel]")]
-    .filter((it) => !(it.textContent.trim() && it.tagName === "BUTTON") && !(it.labels && it.labels.length)
-        && !it.getAttribute("aria-label") && !it.getAttribute("aria-labelledby")).map((it) => it.outerHTML)"""
-"""Controls without a name."""
 
 SPILLING = """() => [...document.querySelectorAll(".racer > *, main > section > *")].filter((it) => {
     const inner = it.getBoundingClientRect(), outer = it.parentElement.getBoundingClientRect();

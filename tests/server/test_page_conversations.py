@@ -32,31 +32,6 @@ def server(llm: LLM, port: int) -> Iterator[Server]:
         yield running
 
 
-def test_conversations_survive_a_restart_of_the_server(tab: Tabs, llm: LLM) -> None:
-    with serve(llm) as first:
-        it = tab(first.url)
-        it.page.fill("#system", "Be brief.")
-        it.page.fill("#question", "one question\n")
-        said = it.ask("of two lines")
-        it.press("Alt+n")
-        it.turns(0)
-        it.ask("another")
-        it.saved("another", "one question")
-    with serve(llm) as second:
-        it = tab(second.url)
-        it.saved("another", "one question")
-        it.click("one question")
-        it.turns(1)
-        assert it.said() == ""  # its tokens are not kept
-        expect(it.page.locator(".answer")).to_have_text(said)
-        it.reload(1)  # the address names it
-        it.ask("and more")
-        sent = [(message["role"], message["content"]) for message in it.asked[-1]["messages"]]
-        before = [("user", "one question\nof two lines"), ("assistant", said)]
-        assert sent == [("system", "Be brief."), *before, ("user", "and more")]
-        it.saved("one question", "another")
-
-
 def test_find_rename_export_delete_and_undo(tab: Tabs, server: Server) -> None:
     it = tab(server.url, accept_downloads=True)
     said = it.ask("about apples")

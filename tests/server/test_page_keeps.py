@@ -537,7 +537,7 @@ def test_a_phone_has_buttons_for_fingers(tab: Tabs, server: Server) -> None:
 # -- Markdown ----------------------------------------------------------------------------------------------------------
 
 WORK = """async (units) => {
-    // A unit of work: a character that a method of strings or an expression may have had to look at.
+    // A unit of work: a character that a search may have had to look at, or that was copied.
     let work = 0;
     const counted = (prototype, name, cost) => {
         const real = prototype[name];
@@ -549,13 +549,7 @@ WORK = """async (units) => {
     };
     const {blocks} = await import("/page/markdown.js"), {ReadingText} = await import("/page/reading.js");
     counted(String.prototype, "indexOf", (it, [what, from = 0], at) => (at < 0 ? it.length : at) - from + 1);
-    counted(String.prototype, "includes", (it, [what, from = 0]) => Math.max(0, it.length - from) + 1);
-    counted(String.prototype, "lastIndexOf", (it, [what, from = it.length], at) => Math.max(0, from - at) + 1);
-    for (const name of ["charCodeAt", "startsWith"]) counted(String.prototype, name, () => 1);
-    for (const name of ["slice", "trim", "trimEnd"]) {
-        counted(String.prototype, name, (it, args, made) => made.length + 1);
-    }
-    counted(String.prototype, "split", (it) => it.length + 1);
+    counted(String.prototype, "slice", (it, args, made) => made.length + 1);
     counted(RegExp.prototype, "exec", (it, [text]) => text.length + 1);
     const found = [];
     for (const unit of units) {

@@ -4,65 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from localspec import LLM, SamplingParams
-from tests.conftest import TinyFiles
-from tests.server.apis.conftest import CALL, SCHEMA, says
-from tests.support.serving import Server, serve
-from tests.support.waiting import PATIENCE
+from tests.server.apis.packages import CALL, FUNCTION, says
 
 LOAD: dict[str, Any] = {"draft": ["ngram", "model"]}
 
 CHAT: Any = [{"role": "user", "content": "Say something."}]
-TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "description": "A function.", "parameters": SCHEMA}}
-    for name in ("weather", "population")
-]
-
-
-def opened(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-
-
-def asking(client: openai.OpenAI) -> Callable[..., Any]:
-    return lambda **asked: client.chat.completions.create(**{"model": "", "messages": CHAT} | asked)
+TOOLS: Any = [{"type": "function", "function": FUNCTION | {"name": name}} for name in ("weather", "population")]
 
 
 @pytest.fixture(scope="module")
 def ask(client: openai.OpenAI) -> Callable[..., Any]:
     """Asks for a chat completion."""
-    return asking(client)
+    return lambda **asked: client.chat.completions.create(**{"model": "", "messages": CHAT} | asked)
 
 
-def test_an_answer_is_the_library_s(llm: LLM, ask: Callable[..., Any]) -> None:
-    found = ask(max_tokens=20, temperature=0)
-    expected = llm.chat(CHAT, SamplingParams(max_tokens=20))
-    (choice,) = found.choices
-    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
-    assert choice.finish_reason == expected.finish_reason
-    assert found.object == "chat.completion"
-    assert found.usage.prompt_tokens == expected.stats["prompt_tokens"]
-    assert found.usage.completion_tokens == expected.stats["completion_tokens"]
-    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-
-
-def test_a_stream_is_the_answer_in_pieces(ask: Callable[..., Any]) -> None:
+def test_the_chunks_of_a_stream(ask: Callable[..., Any]) -> None:
     asked: dict[str, Any] = {"max_tokens": 24, "temperature": 1, "seed": 3}
-    whole = ask(**asked)
     chunks = list(ask(**asked, stream=True))
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
     assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in chunks)
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert [chunk.choices[0].finish_reason is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     *chunks, last = ask(**asked, stream=True, stream_options={"include_usage": True})
-    assert (last.choices, last.usage.completion_tokens) == ([], whole.usage.completion_tokens)
+    assert (last.choices, last.usage.completion_tokens) == ([], ask(**asked).usage.completion_tokens)
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
@@ -86,17 +56,6 @@ def test_several_answers(ask: Callable[..., Any]) -> None:
     for chunk in ask(**asked, n=3, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert streamed == texts
-
-
-def test_stop_and_budget(ask: Callable[..., Any]) -> None:
-    text = "the cat sat on the mat"
-    for change, said in (
-        ({"stop": ["zzz", " on"]}, ("the cat sat", "stop")),
-        ({"max_tokens": 1, "max_completion_tokens": 200}, (text, "stop")),
-    ):
-        choice = ask(**change, extra_body=says(text)).choices[0]
-        assert (choice.message.content, choice.finish_reason) == said
-    assert ask(max_completion_tokens=3, extra_body=says(text)).choices[0].finish_reason == "length"
 
 
 def test_logprobs(llm: LLM, ask: Callable[..., Any]) -> None:
@@ -192,18 +151,7 @@ def test_a_prediction_is_guessed_from(ask: Callable[..., Any]) -> None:
     assert {each.choices[0].message.content for each in (found, parts, wrong)} == {text}
 
 
-def test_a_call_that_a_model_writes_is_a_tool_call(ask: Callable[..., Any]) -> None:
-    found = ask(tools=TOOLS, extra_body=says(f"I look.\n{CALL}")).choices[0]
-    assert (found.finish_reason, found.message.content) == ("tool_calls", "I look.")
-    (call,) = found.message.tool_calls
-    assert (call.type, call.function.name) == ("function", "weather")
-    assert json.loads(call.function.arguments) == {"city": "Rome"}
-    for extra in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        found = ask(extra_body=says(CALL), **extra).choices[0]
-        assert (found.message.content, found.message.tool_calls, found.finish_reason) == (CALL, None, "stop")
-
-
-def test_tool_calls_stream(client: openai.OpenAI, ask: Callable[..., Any]) -> None:
+def test_several_tool_calls(ask: Callable[..., Any]) -> None:
     # A token a round: how many auto would copy of what is forced depends on what passes cost here.
     own = says(f"{CALL}\n{CALL.replace('weather', 'population')}") | {"localspec": {"off": True}}
     deltas = [chunk.choices[0].delta for chunk in ask(tools=TOOLS, stream=True, extra_body=own)]
@@ -211,85 +159,29 @@ def test_tool_calls_stream(client: openai.OpenAI, ask: Callable[..., Any]) -> No
     pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
     assert [(piece.index, piece.function.name) for piece in pieces if piece.id] == [(0, "weather"), (1, "population")]
     assert len(pieces) > 6, "arguments come in pieces"
-    with client.chat.completions.stream(model="", messages=CHAT, tools=TOOLS, extra_body=own) as stream:
-        calls = stream.get_final_completion().choices[0].message.tool_calls
+    calls = ask(tools=TOOLS, extra_body=own).choices[0].message.tool_calls
     found = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
     assert found == [("weather", {"city": "Rome"}), ("population", {"city": "Rome"})]
+    message = ask(tools=TOOLS, tool_choice="none", extra_body=own).choices[0].message
+    assert (message.content.count("<tool_call>"), message.tool_calls) == (2, None)
 
 
-def test_tools_and_results_reach_the_model(ask: Callable[..., Any]) -> None:
-    def n_prompt(messages: Any, **extra: Any) -> int:
-        return ask(messages=messages, max_tokens=1, **extra).usage.prompt_tokens
-
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    talk = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    talk.append({"role": "tool", "tool_call_id": "c1", "content": "It rains."})
-    assert n_prompt(CHAT) < n_prompt(CHAT, tools=TOOLS[:1]) < n_prompt(CHAT, tools=TOOLS)
-    assert n_prompt(talk, tools=TOOLS) > n_prompt(CHAT, tools=TOOLS) + 20
-
-
-LONG: Any = [{"role": "user", "content": "word " * 3000}]
-
-
-def test_errors_are_openai_s(ask: Callable[..., Any]) -> None:
-    """Every field that is refused: test_known_fields."""
-    for asked, status, code, param in (
-        ({"model": "gpt-9"}, 404, "model_not_found", "model"),
-        ({"messages": LONG, "stream": True}, 400, "context_length_exceeded", None),
-        ({"extra_body": {"chat_template_kwargs": {"mood": "calm"}}}, 400, None, "chat_template_kwargs.mood"),
-    ):
-        with pytest.raises(openai.APIStatusError) as caught:
-            ask(**asked)
-        assert (caught.value.status_code, caught.value.type) == (status, "invalid_request_error")
-        assert code is None or caught.value.code == code
-        assert param is None or caught.value.param == param
-
-
-def test_models(llm: LLM, client: openai.OpenAI) -> None:
+def test_models(llm: LLM, client: openai.OpenAI, ask: Callable[..., Any]) -> None:
     assert [entry.id for entry in client.models.list().data] == [llm.model_name]
-    assert client.models.retrieve(llm.model_name).id == llm.model_name
+    assert client.models.retrieve(llm.model_name).id == ask(max_tokens=1).model == llm.model_name
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other/model")
-    with serve(llm, aliases=("gpt-4o",)) as other, opened(other) as client:
-        assert asking(client)(model="gpt-4o", max_tokens=2).model == llm.model_name
 
 
-def test_a_request_can_ask_for_a_corpus_that_was_allowed(tiny: TinyFiles, module_home: Path, tmp_path: Path) -> None:
-    """Not otherwise, and for no other path: such a request is refused, and no file is opened."""
-    project = tmp_path / "project"
-    project.mkdir()
-    options: Any = {"backend": "reference", "n_ctx": 1024, "draft_length": 4, "idle": False}
-    with LLM(tiny.quick.target, None, **options) as plain:
-        text = plain.chat(CHAT, SamplingParams(max_tokens=40, ignore_eos=True)).text
-    (project / "a.txt").write_text("assistant\n" + text, encoding="utf-8", newline="")
-    name = f"corpus:{project}"
-    with (
-        LLM(tiny.quick.target, ["ngram", name], **options) as llm,
-        serve(llm, corpora=[name]) as running,
-        opened(running) as client,
-    ):
-
-        def sources(own: dict[str, Any] | None) -> set[str]:
-            found = asking(client)(max_tokens=40, extra_body={"localspec": own, "ignore_eos": True})
-            assert found.choices[0].message.content == text
-            return set(found.localspec["stats"]["by_source"])
-
-        assert sources(None) <= {"ngram"}
-        assert sources({"draft": "auto"}) <= {"ngram"}
-        assert "corpus" in sources({"draft": ["auto", name]})
-        assert sources({"draft": name}) == sources({"draft": "corpus"}) == {"corpus"}
-        for other in (f"corpus:{tmp_path}", f"corpus:{project}/../project", "corpus:/", "corpus2"):
-            with pytest.raises(openai.BadRequestError, match="is loaded"):
-                sources({"draft": other})
-
-
-def test_names_of_special_tokens_mean_them_where_the_format_is_the_client_s(llm: LLM, client: openai.OpenAI) -> None:
+def test_names_of_special_tokens_mean_them_where_the_format_is_the_client_s(
+    llm: LLM, client: openai.OpenAI, ask: Callable[..., Any]
+) -> None:
     question = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     tokens = llm.encode([{"role": "user", "content": "hi"}])
     assert llm.encode(question) == tokens
     found = client.completions.create(model="", prompt=question, max_tokens=1)
     assert found.usage.prompt_tokens == len(tokens)
-    forged = asking(client)(messages=[{"role": "user", "content": question}], max_tokens=1)
+    forged = ask(messages=[{"role": "user", "content": question}], max_tokens=1)
     assert forged.usage.prompt_tokens > len(tokens) + 20
 
 

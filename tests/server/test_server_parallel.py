@@ -16,7 +16,7 @@ from localspec import LLM
 from localspec.backends.base import Forward, Piece
 from localspec.server.app import ServerProtocol
 from tests.conftest import TinyFiles, open_backend
-from tests.support.serving import Server, post, read_all, serve
+from tests.support.serving import Server, asking, post, read_all, said_by, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
 
 SERVE: dict[str, Any] = {"queue": 20}
@@ -59,33 +59,14 @@ def body_of(i: int, **changes: Any) -> dict[str, Any]:
     return {"prompt": TEXT * (1 + i % 4) + str(i), "max_tokens": 30 + 7 * i % 25, "ignore_eos": True} | changes
 
 
-def chat_of(i: int, **changes: Any) -> dict[str, Any]:
-    asked = {"messages": [{"role": "user", "content": TEXT * (1 + i % 3) + str(i)}], "ignore_eos": True}
-    return asked | {"max_tokens": 25 + i} | changes
-
-
 ASKED: list[tuple[str, dict[str, Any]]] = [
+    *asking(TEXT, 30, ignore_eos=True, seed=5).items(),
     ("/v1/completions", body_of(0)),
-    ("/v1/chat/completions", chat_of(1)),
-    ("/v1/chat/completions", chat_of(2, temperature=1.0, seed=5)),
+    ("/v1/completions", body_of(2, temperature=1.0, seed=5)),
     ("/v1/completions", body_of(3, localspec={"draft_length": 5})),
-    ("/v1/messages", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 40, "ignore_eos": True}),
-    ("/v1/responses", {"input": TEXT * 2, "max_output_tokens": 33, "ignore_eos": True, "temperature": 0}),
-    ("/api/generate", {"prompt": TEXT, "raw": True, "stream": False, "options": {"num_predict": 21, "seed": 3}}),
     ("/v1/completions", body_of(7, localspec={"off": True})),
-    ("/infill", {"input_prefix": TEXT, "input_suffix": "lo", "n_predict": 20}),
 ]
 """Requests to all kinds of addresses; what is sampled has a seed."""
-
-VOLATILE = ("id", "created", "created_at", "total_duration", "load_duration", "prompt_eval_duration", "eval_duration",
-            "timings", "usage", "localspec", "tokens_cached", "output")  # fmt: skip
-
-
-def said(answer: bytes) -> dict[str, Any]:
-    """An answer without what says when it was made, and how."""
-    found = json.loads(answer)
-    texts = [part["text"] for item in found.get("output", ()) for part in item.get("content", ())]
-    return {name: value for name, value in found.items() if name not in VOLATILE} | {"texts": texts}
 
 
 class Asking:
@@ -141,31 +122,31 @@ def texts_of(streamed: bytes) -> str:
 def test_requests_at_the_same_time_are_answered_as_alone(
     server: Server, llm: LLM, passes: list[Sequence[Piece]]
 ) -> None:
-    alone = [said(server.ask("POST", *each)[2]) for each in ASKED]
+    alone = [said_by(server.ask("POST", *each)[2]) for each in ASKED]
     with Brake(llm, after=0) as brake:  # until all are there
-        asking = Asking(server, ASKED)
+        requests = Asking(server, ASKED)
         wait_until(lambda: n_here(llm) == len(ASKED))
         brake.release()
-        together = [said(answer) for answer in asking.end()]
+        together = [said_by(answer) for answer in requests.end()]
     assert together == alone
     assert max(map(len, passes)) == N
 
 
 @both_engines
 def test_who_hangs_up_in_mid_answer_changes_nobody_else(server: Server, llm: LLM) -> None:
-    alone = [said(server.ask("POST", "/v1/completions", body_of(i))[2])["choices"] for i in range(2)]
+    alone = [said_by(server.ask("POST", "/v1/completions", body_of(i))[2]) for i in range(2)]
     cancelled = server.service.metrics.requests["completions", "cancelled"]
     with Brake(llm, after=4) as brake, server.connect() as first, server.connect() as last:
         first.sendall(closing_post(body_of(8, stream=True, max_tokens=400)))
         brake.wait()
-        asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(2)], in_turns=True)
+        requests = Asking(server, [("/v1/completions", body_of(i)) for i in range(2)], in_turns=True)
         last.sendall(closing_post(body_of(9, max_tokens=400)))  # waits for one of the others
         wait_until(lambda: n_here(llm) == 4)
         for sock in (first, last):
             sock.close()
         wait_until(lambda: n_here(llm) == 2)
         brake.release()
-        assert [said(answer)["choices"] for answer in asking.end()] == alone or llm.backend_name != "reference"
+        assert [said_by(answer) for answer in requests.end()] == alone or llm.backend_name != "reference"
     wait_until(lambda: server.service.metrics.requests["completions", "cancelled"] == cancelled + 2)
 
 
@@ -219,14 +200,14 @@ def stats_of(server: Server) -> dict[str, Any]:
 
 def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None:
     with Brake(llm, after=0) as brake:
-        asking = Asking(server, [("/v1/completions", body_of(i)) for i in range(N + 2)], in_turns=True)
+        requests = Asking(server, [("/v1/completions", body_of(i)) for i in range(N + 2)], in_turns=True)
         stats, metrics = stats_of(server), server.ask("GET", "/metrics")[2].decode()
         assert stats["parallel"]["parallel"] == N
         assert stats["parallel"]["running"] + stats["queue"]["waiting"] == N + 2
         assert stats["queue"]["running"] is True
         assert f"localspec_requests_running {stats['parallel']['running']}" in metrics
         brake.release()
-        answers = asking.end()
+        answers = requests.end()
     server.wait_idle()
     assert stats_of(server)["parallel"]["running"] == 0
     explained = [json.loads(answer)["localspec"]["explanation"] for answer in answers]
@@ -240,9 +221,9 @@ def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
     before = stats_of(server)["parallel"]["passes"]
     options = {"localspec": {"draft_length": 3}, "max_tokens": 20}
     with Brake(llm, after=0) as brake:
-        asking = Asking(server, [("/v1/completions", body_of(i, **options)) for i in range(N)], in_turns=True)
+        requests = Asking(server, [("/v1/completions", body_of(i, **options)) for i in range(N)], in_turns=True)
         brake.release()
-        stats = [json.loads(answer)["localspec"]["stats"] for answer in asking.end()]
+        stats = [json.loads(answer)["localspec"]["stats"] for answer in requests.end()]
     server.wait_idle()
     after = stats_of(server)["parallel"]["passes"]
     rows = {name: after["rows"][name] - before["rows"][name] for name in after["rows"]}

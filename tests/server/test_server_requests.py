@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from localspec import SamplingParams
 from localspec.prompts.templates import ChatTemplate
@@ -23,25 +24,22 @@ CHAT = [{"role": "user", "content": "hi"}]
 SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), {"ngram": "ngram", "small": "small"}, 1000)
 
 
-def test_what_is_not_said_is_the_server_s() -> None:
-    asked = read(ChatBody, {"messages": CHAT, "temperature": None, "stop": None, "n": None}).asked(SERVED)
-    assert (asked.params, asked.options) == (SERVED.params, {"think": "auto"})
-    assert (asked.ending, asked.variables) == ("assistant", {})
+def test_a_corpus_that_requests_may_name_drafts_for_those_alone() -> None:
+    """No other path: such a request is refused, and no file is opened."""
+    drafters = {"ngram": "ngram", "corpus": "corpus:/a", "corpus2": "corpus:/b"}
+    served = ServedModel(SamplingParams(), drafters, 1000, on_request=["corpus:/b"])
 
+    def chosen(draft: Any) -> Any:
+        body = {"messages": CHAT, "localspec": {"draft": draft}}
+        return read(ChatBody, body).asked(served).options["drafters"]
 
-def test_what_is_said_holds() -> None:
-    body = {"messages": CHAT, "temperature": 0, "top_p": 0, "top_k": -1, "min_p": 0.1, "seed": 5.0, "stop": "x"}
-    body |= {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"7": -100}}
-    body |= {"max_tokens": 3, "localspec": {"draft": ["small"], "draft_length": 3}, "user": "x", "store": True}
-    asked = read(ChatBody, body).asked(SERVED)
-    assert 0 < asked.params.top_p < 1e-6
-    said = {"temperature": 0, "top_p": asked.params.top_p, "top_k": 0, "min_p": 0.1, "seed": 5, "stop": ("x",)}
-    said |= {"repeat_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {7: -100.0}}
-    expected = SamplingParams(**said, max_tokens=3)
-    assert asked.params == expected
-    assert asked.options == {"think": "auto", "drafters": ["small"], "draft_length": 3}
-    for off in ({"off": True, "draft": "small"}, {"draft": "none"}):
-        assert read(ChatBody, {"messages": CHAT, "localspec": off}).asked(SERVED).options["speculate"] is False
+    for usual in (None, [], "auto"):
+        assert chosen(usual) == ["ngram", "corpus:/a"]
+    assert chosen(["auto", "corpus:/b"]) == ["ngram", "corpus:/a", "corpus:/b"]
+    assert chosen("corpus:/b") == chosen("corpus2") == ["corpus:/b"]
+    for other in ("corpus:/", "corpus:/b/../b", "corpus3", "/b"):
+        with pytest.raises(ApiError, match="is loaded"):
+            chosen(other)
 
 
 NUMBERS = (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e400", b"9" * 10_000, b"1" + b"0" * 400, b'[{"b":1E309}]')
@@ -97,6 +95,7 @@ def test_statuses(server: Server) -> None:
         (405, "method_not_allowed", "POST", "/health", b"{}"),
         (400, None, "POST", "/v1/chat/completions", b"{"),
         (400, None, "POST", "/v1/chat/completions", b"[]"),
+        (400, None, "POST", "/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"mood": "calm"}}),
         (400, None, "POST", "/v1/chat/completions", {"messages": [{"role": "no such role!", "content": ""}]}),
         (400, None, "POST", "/v1/completions", {"prompt": ""}),
         (400, "context_length_exceeded", "POST", "/v1/completions", {"prompt": "x" * 5000}),
@@ -134,18 +133,15 @@ def test_stats_metrics_and_health(server: Server) -> None:
     assert found["queue"] == {"running": False, "waiting": 0, "limit": 32}
     status, headers, text = server.ask("GET", "/metrics")
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    lines = text.decode().splitlines()
-    families = tuple(line.split(" ")[2] for line in lines if line.startswith("# TYPE "))
-    written = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-    samples = {name: float(value) for name, _, value in written}
+    written = [one for family in text_string_to_metric_families(text.decode()) for one in family.samples]
+    samples = {(one.name.removeprefix("localspec_"), *one.labels.values()): one.value for one in written}
     assert len(samples) == len(written)
-    assert all(name.startswith(families) for name in samples)
-    assert samples["localspec_completion_tokens_total"] == totals["completion_tokens"]
-    assert samples['localspec_draft_tokens_total{source="ngram"}'] == totals["num_draft_tokens"]
-    assert samples['localspec_requests_total{endpoint="chat",outcome="answered"}'] > 0
-    buckets = [value for name, value in samples.items() if name.startswith("localspec_request_seconds_bucket")]
+    assert samples["completion_tokens_total",] == totals["completion_tokens"]
+    assert samples["draft_tokens_total", "ngram"] == totals["num_draft_tokens"]
+    assert samples["requests_total", "chat", "answered"] > 0
+    buckets = [value for (name, *_), value in samples.items() if name == "request_seconds_bucket"]
     assert buckets == sorted(buckets)
-    assert buckets[-1] == samples["localspec_request_seconds_count"]
+    assert buckets[-1] == samples["request_seconds_count",]
     assert json.loads(server.ask("GET", "/health")[2]) == {"status": "ok"}
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -70,14 +66,14 @@ def test_pages_of_other_sites_stay_out(server: Server, headers: dict[str, str], 
 
 def test_an_origin_can_be_let_in_with_what_its_client_adds(llm: LLM) -> None:
     friend = {"Origin": "app://obsidian.md"}
-    asked = "Authorization, x-stainless-os,dangerously-allow-browser, http-referer,x-title, traceparent, bad name"
+    asked = "Authorization, x-stainless-os,dangerously-allow-browser, http-referer,x-title, traceparent"
     question = friend | {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
     question["Access-Control-Request-Private-Network"] = "true"
     with serve(llm, origins=("app://obsidian.md/",), api_key="k") as server:
         status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question)
-        assert (status, headers["access-control-allow-origin"]) == (204, friend["Origin"])
-        allowed = headers["access-control-allow-headers"].split(", ")
-        assert allowed == [name.strip().lower() for name in asked.split(",")][:-1]
+        assert (status, headers["access-control-allow-origin"]) == (200, friend["Origin"])
+        assert headers["access-control-allow-headers"] == asked
+        assert headers["access-control-allow-methods"] == "GET, POST, DELETE"
         assert headers["access-control-allow-private-network"] == "true"
         status, headers, _ = server.ask("OPTIONS", "/v1/chat/completions", None, question | {"Origin": "http://evil"})
         assert (status, [name for name in headers if name.startswith("access-control")]) == (403, [])
@@ -92,42 +88,6 @@ def test_a_link_may_lead_to_the_page_but_nothing_may_embed_it(server: Server) ->
     assert server.ask("GET", "/", None, link)[0] == 200
     assert server.ask("GET", "/", None, link | {"Sec-Fetch-Mode": "no-cors"})[0] == 403
     assert server.ask("GET", "/v1/localspec/stats", None, link)[0] == 403
-
-
-class _Friend(SimpleHTTPRequestHandler):
-    """Another site, which says nothing on standard error."""
-
-    def log_message(self, *_: Any) -> None:
-        return
-
-
-SDK_HEADERS = {"authorization": "Bearer k", "x-api-key": "k", "content-type": "application/json"}
-SDK_HEADERS |= {"anthropic-version": "2023-06-01", "x-stainless-lang": "js", "http-referer": "https://notes.example"}
-"""What the clients of OpenAI and Anthropic for JavaScript send from a page, and what others add."""
-
-
-def test_their_clients_work_in_a_page_of_an_allowed_origin(llm: LLM, browser: Any, tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text("<!doctype html><title>friend</title>")
-    script = """async ([url, headers]) => {
-        const ask = (method, path, more, body) => fetch(url + path, {method, headers: {...headers, ...more}, body})
-            .then((answer) => answer.status, () => "kept out");
-        const body = JSON.stringify({model: "", messages: [{role: "user", content: "hi"}], max_tokens: 2});
-        return [
-            await ask("POST", "/v1/chat/completions", {}, body), await ask("POST", "/v1/messages", {}, body),
-            await ask("DELETE", "/v1/responses/none"), await ask("GET", "/v1/models", {"x-unknown": "1"}),
-        ];
-    }"""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Friend, directory=str(tmp_path))) as friend:
-        threading.Thread(target=friend.serve_forever, daemon=True).start()
-        origin = f"http://127.0.0.1:{friend.server_port}"
-        page = browser.new_page()
-        page.goto(origin)
-        with serve(llm, origins=(origin,), api_key="k") as server:
-            assert page.evaluate(script, [server.url, SDK_HEADERS]) == [200, 200, 404, 200]
-        with serve(llm, api_key="k") as server:
-            assert page.evaluate(script, [server.url, SDK_HEADERS]) == ["kept out"] * 4
-        page.close()
-        friend.shutdown()
 
 
 def test_the_key(llm: LLM) -> None:
@@ -150,8 +110,11 @@ def test_answers_tell_browsers_to_be_careful(server: Server) -> None:
     _, api, _ = server.ask("GET", "/v1/models")
     _, page, _ = server.ask("GET", "/")
     assert api["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
-    assert "script-src 'self'" in page["content-security-policy"]
-    assert "unsafe" not in page["content-security-policy"]
+    assert page["content-security-policy"] == (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
     for headers in (api, page):
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["cross-origin-resource-policy"] == "same-origin"

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.engine import worker as worker_module
-from localspec.server import events
 from localspec.server.app import ServerProtocol
 from tests.support.serving import Server, post, read_all, serve
-from tests.support.waiting import PATIENCE, Brake, Clock, wait_until
+from tests.support.waiting import PATIENCE, Brake, wait_until
 
 SERVE: dict[str, Any] = {"queue": 4, "body_bytes": 100_000}
 
@@ -63,24 +61,6 @@ def test_a_client_that_leaves_frees_the_engine(server: Server, llm: LLM, how: st
         assert brake.n_passes == 6, "it went on"
 
 
-def test_clients_that_leave_while_they_wait_are_not_answered(server: Server, llm: LLM) -> None:
-    cancelled = server.service.metrics.requests["chat", "cancelled"]
-    with Brake(llm) as brake, server.connect() as first:
-        first.sendall(post(LONG))
-        brake.wait()
-        waiting = [server.connect() for _ in range(4)]
-        for i, sock in enumerate(waiting):
-            sock.sendall(post(SHORT | {"stream": i % 2 == 0}))
-        wait_until(lambda: llm.queue_length == 4)
-        for sock in waiting:
-            sock.close()
-        wait_until(lambda: llm.queue_length == 0)
-        assert llm.busy, "the first goes on"
-        first.close()
-        server.wait_idle()
-    wait_until(lambda: server.service.metrics.requests["chat", "cancelled"] == cancelled + 5)
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/show", "/v1/localspec/conversations"])
 def test_a_client_that_leaves_within_its_body_is_no_failure(
     server: Server, path: str, capsys: pytest.CaptureFixture[str]
@@ -124,22 +104,6 @@ def test_a_body_that_does_not_come_is_given_up(llm: LLM) -> None:
         answer = read_all(sock)
         assert status_of(answer) == 408
         assert b"request_timeout" in answer
-
-
-def test_a_client_that_waits_long_is_given_signs_of_life(
-    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "KEEP_ALIVE_SECONDS", 0.05)
-    with Brake(llm) as brake, server.connect() as first, server.connect() as second:
-        first.sendall(post(LONG))
-        brake.wait()
-        second.sendall(post(SHORT | {"stream": True}, extra="Connection: close\r\n"))
-        assert status_of(read_until(second, b": waiting\n\n")) == 200
-        read_until(second, b": waiting\n\n")
-        assert llm.queue_length == 1
-        first.close()
-        brake.release()
-        assert b"data: [DONE]" in read_all(second)
 
 
 HERE = b" HTTP/1.1\r\nHost: localhost\r\n"
@@ -232,20 +196,6 @@ def test_connections_beyond_the_limit_are_refused(server: Server, monkeypatch: p
     for sock in held:
         sock.close()
     wait_until(lambda: not server.runner.server_state.connections)
-
-
-def test_the_time_of_a_request_is_limited(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(worker_module, "time", clock)
-    with serve(llm, time_limit=PATIENCE) as other, ThreadPoolExecutor() as pool, Brake(llm) as brake:
-        asked = pool.submit(other.ask, "POST", "/v1/chat/completions", LONG | {"n": 16})
-        brake.wait()
-        clock.forward(PATIENCE)
-        brake.release()
-        status, _, answer = asked.result()
-        assert status == 200
-        assert {choice["finish_reason"] for choice in json.loads(answer)["choices"]} == {"length"}
-        assert json.loads(answer)["usage"]["completion_tokens"] < 600
 
 
 def test_a_request_whose_turn_does_not_come_in_time_is_told_so(llm: LLM) -> None:

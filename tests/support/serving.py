@@ -97,6 +97,26 @@ def asking(text: str, n: int, **own: Any) -> dict[str, dict[str, Any]]:
     }
 
 
+TEXTS = ("content", "text", "response", "delta", "embeddings")
+REASONS = ("finish_reason", "stop_reason", "done_reason", "stop_type", "status")
+
+
+def said_by(answer: bytes) -> str:
+    """All texts and numbers of an answer of any API, whole or in events, and why it ended."""
+
+    def of(value: Any, name: str = "") -> str:
+        if isinstance(value, dict):
+            return "".join(of(item, key) for key, item in value.items())
+        if isinstance(value, list):
+            return "".join(of(item, name) for item in value)
+        return str(value) if name in (*TEXTS, *REASONS) and value is not None else ""
+
+    lines = [line.removeprefix("data: ") for line in answer.decode().splitlines()]
+    found = "".join(of(json.loads(line)) for line in lines if line.startswith("{"))
+    assert found, answer
+    return found
+
+
 def read_all(sock: socket.socket, at_once: int = 65536) -> bytes:
     """Until the server closes."""
     received = b""
@@ -107,23 +127,17 @@ def read_all(sock: socket.socket, at_once: int = 65536) -> bytes:
 
 
 @contextmanager
-def serve(llm: LLM, *, port: int = 0, **settings: Any) -> Iterator[Server]:
+def serve(model: LLM | EmbeddingModel, *, port: int = 0, **settings: Any) -> Iterator[Server]:
     """Serve a model on a free port of 127.0.0.1, or on a given one; settings as in ``ServerSettings``."""
     with listen("127.0.0.1", port) as sock:
-        queue_before = llm.max_queue
-        runner = Runner(Host.of_one(llm, ServerSettings(**settings)))
+        queue_before = getattr(model, "max_queue", None)
+        runner = Runner(Host.of_one(model, ServerSettings(**settings)))
         try:
             with _running(runner, sock):
                 yield Server(runner, url_of(sock))
         finally:
-            llm.max_queue = queue_before
-
-
-@contextmanager
-def serve_embeddings(model: EmbeddingModel, **settings: Any) -> Iterator[str]:
-    """The same with a model that makes embeddings; the server's address."""
-    with listen("127.0.0.1", 0) as sock, _running(Runner(Host.of_one(model, ServerSettings(**settings))), sock):
-        yield url_of(sock)
+            if isinstance(model, LLM):
+                model.max_queue = queue_before
 
 
 def opening(load: Mapping[str, Any] | None = None, **more: Any) -> Opening:

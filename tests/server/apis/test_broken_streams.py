@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from tests.support.endless import N_CTX
-from tests.support.serving import Server, post, read_all, serve
+from tests.support.serving import Server, asking, post, read_all, serve
 from tests.support.waiting import wait_until
 
-CHAT = [{"role": "user", "content": "Say something."}]
-ASKED: dict[str, Any] = {
-    "/v1/responses": {"input": "Say something.", "stream": True},
-    "/v1/messages": {"messages": CHAT, "max_tokens": N_CTX, "stream": True},
-    "/api/chat": {"messages": CHAT},
-    "/api/generate": {"prompt": "la"},
-}
+BODIES = asking("Say something.", N_CTX)
+ASKED = {path: BODIES[path] | {"stream": True} for path in ("/v1/responses", "/v1/messages")}
+ASKED |= {path: BODIES[path] for path in ("/api/chat", "/api/generate")}  # which stream unless told otherwise
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from localspec.backends.llama.embedding import EmbeddingModel
 from localspec.errors import EngineUnavailable
 from tests.support.embedders import N_CTX, N_EMBD, write_bert
-from tests.support.serving import serve_embeddings
+from tests.support.serving import Server, serve
 from tests.support.waiting import PATIENCE
 
 TEXTS = ["the cat sat on the mat.", "a dog", "the cat sat on the mat."]
@@ -37,15 +37,9 @@ def _everything_ends() -> None:
 
 
 @pytest.fixture(scope="module")
-def url(model: EmbeddingModel) -> Iterator[str]:
-    with serve_embeddings(model, aliases=["embed"]) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
-        yield made
+def server(model: EmbeddingModel) -> Iterator[Server]:
+    with serve(model, aliases=["embed"]) as running:
+        yield running
 
 
 def test_openai_s(model: EmbeddingModel, client: openai.OpenAI) -> None:
@@ -66,9 +60,9 @@ def test_openai_s(model: EmbeddingModel, client: openai.OpenAI) -> None:
         client.chat.completions.create(model="embed", messages=[{"role": "user", "content": "x"}])
 
 
-def test_ollama_s(model: EmbeddingModel, url: str) -> None:
+def test_ollama_s(model: EmbeddingModel, server: Server) -> None:
     ollama = pytest.importorskip("ollama")
-    client = ollama.Client(host=url, timeout=PATIENCE)
+    client = ollama.Client(host=server.url, timeout=PATIENCE)
     found = client.embed("embed:latest", TEXTS)
     assert [list(row) for row in found.embeddings] == [model.embed(model.tokenize(text)).tolist() for text in TEXTS]
     assert list(client.embeddings("embed", TEXTS[1]).embedding) == list(found.embeddings[1])

@@ -1,4 +1,4 @@
-"""Ollama's API as Ollama's own Python package sees it."""
+"""What is Ollama's API's own, as Ollama's Python package sees it."""
 
 from __future__ import annotations
 
@@ -10,64 +10,29 @@ import pytest
 
 from localspec import LLM, SamplingParams
 from tests.conftest import TinyFiles
-from tests.server.apis.conftest import CALL, SCHEMA, says
+from tests.server.apis.packages import Ollama
 from tests.support.serving import Server, serve
-from tests.support.waiting import PATIENCE
 
 ollama = pytest.importorskip("ollama")
 
 MODEL = "claude-local:latest"
 CHAT: Any = [{"role": "user", "content": "Say something."}]
-TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "?", "parameters": SCHEMA}}]
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Any]:
-    made = ollama.Client(host=server.url, timeout=PATIENCE)
+    made = Ollama(server.url, "claude-local").package
     yield made
     made.close()
 
 
-def test_an_answer_is_the_library_s(llm: LLM, client: Any) -> None:
-    found = client.chat(MODEL, CHAT, options={"num_predict": 20, "temperature": 0})
-    expected = llm.chat(CHAT, SamplingParams(max_tokens=20))
-    assert found.message.content == expected.text
-    assert (found.done, found.done_reason) == (True, expected.finish_reason)
-    assert found.prompt_eval_count == expected.stats["prompt_tokens"]
-    assert found.eval_count == expected.stats["completion_tokens"]
-    assert found.total_duration >= found.eval_duration > 10_000  # nanoseconds: no pass takes less than 10 µs
-
-
-def test_a_stream_is_the_answer_in_pieces(client: Any) -> None:
-    options = {"num_predict": 24, "temperature": 1, "seed": 3}
-    whole = client.chat(MODEL, CHAT, options=options)
-    *pieces, last = client.chat(MODEL, CHAT, options=options, stream=True)
-    assert len(pieces) > 1
-    assert "".join(piece.message.content for piece in pieces) == whole.message.content
+def test_figures_and_a_form_without_a_schema(client: Any) -> None:
+    *pieces, last = client.chat(MODEL, CHAT, options={"num_predict": 24, "temperature": 1, "seed": 3}, stream=True)
     assert {(piece.done, piece.eval_count) for piece in pieces} == {(False, None)}
     assert (last.done, last.message.content) == (True, "")
-    assert (last.done_reason, last.eval_count) == (whole.done_reason, whole.eval_count)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_is_called_and_its_result_read(client: Any, stream: bool) -> None:
-    found = client.chat(MODEL, CHAT, tools=TOOLS, options=says(CALL), stream=stream)
-    said = [part.message for part in found] if stream else [found.message]
-    (call,) = [call for message in said for call in message.tool_calls or ()]
-    assert (call.function.name, call.function.arguments) == ("weather", {"city": "Rome"})
-    (calling,) = [message for message in said if message.tool_calls]
-    turns = [*CHAT, calling, {"role": "tool", "content": "sunny", "tool_name": "weather"}]
-    answer = client.chat(MODEL, turns, tools=TOOLS, options=says("It is sunny."))
-    assert answer.message.content == "It is sunny."
-
-
-def test_forms_and_stops(client: Any) -> None:
-    place = client.chat(MODEL, CHAT, format=SCHEMA).message.content
-    assert json.loads(place)["city"] in ("Rome", "Oslo")
+    assert last.total_duration >= last.eval_duration > 10_000  # nanoseconds: no pass takes less than 10 µs
     text = client.chat(MODEL, CHAT, format="json", options={"num_predict": 3}).message.content
     assert text.startswith("{")
-    found = client.chat(MODEL, CHAT, options=says("the cat sat on the mat") | {"stop": ["zzz", " on"]})
-    assert found.message.content == "the cat sat"
 
 
 def test_a_prompt_goes_through_the_template_unless_raw(llm: LLM, client: Any) -> None:
@@ -86,7 +51,7 @@ def test_a_prompt_goes_through_the_template_unless_raw(llm: LLM, client: Any) ->
 def test_what_stands_before_a_suffix_is_filled_in(tiny: TinyFiles, client: Any) -> None:
     options = {"num_predict": 12, "temperature": 0}
     with LLM(tiny.fim.target, draft=None, backend="reference", n_ctx=512) as llm, serve(llm) as server:
-        fills = ollama.Client(host=server.url, timeout=PATIENCE)
+        fills = Ollama(server.url, "").package
         found = fills.generate(llm.model_name, "def f(", suffix="):", options=options)
         assert found.response == llm.fill("def f(", "):", SamplingParams(max_tokens=12)).text
         assert "insert" in fills.show(llm.model_name).capabilities
@@ -117,28 +82,5 @@ def test_what_is_there(llm: LLM, server: Server, client: Any) -> None:
     assert str(llm.model_path.parent) not in shown.model_dump_json()
     version = json.loads(server.ask("GET", "/api/version")[2])["version"]
     assert tuple(map(int, version.split("."))) >= (0, 9, 0)  # which has tools and schemas
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "word"),
-    [
-        ({"model": "nobody"}, 404, "nobody"),
-        ({"messages": [{"role": "user", "content": "x", "images": [b"aaaa"]}]}, 400, "images"),
-        ({"messages": [{"role": "user", "content": "word " * 4000}]}, 400, "2048"),
-        ({"options": {"mirostat": 1}}, 400, "mirostat"),
-        ({"format": {"type": "nothing"}}, 400, "schema"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_request_is_answered_in_ollama_s_form(
-    client: Any, change: dict[str, Any], status: int, word: str, stream: bool
-) -> None:
-    with pytest.raises(ollama.ResponseError) as caught:
-        list(client.chat(**{"model": MODEL, "messages": CHAT} | change, stream=stream))
-    assert caught.value.status_code == status
-    assert word in caught.value.error
-
-
-def test_embeddings_are_refused(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="no embeddings"):
         client.embed(MODEL, "x")

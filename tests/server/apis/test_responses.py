@@ -1,4 +1,4 @@
-"""OpenAI's Responses API as OpenAI's own Python package sees it."""
+"""What is the Responses API's own, as OpenAI's Python package sees it."""
 
 from __future__ import annotations
 
@@ -9,101 +9,59 @@ from typing import Any
 import openai
 import pytest
 
-from localspec import LLM, SamplingParams
 from localspec.server.service import ResponseStore, StoredResponse
-from tests.server.apis.conftest import CALL, SCHEMA, says
+from tests.server.apis.packages import CALL, FUNCTION, says
 
 ASKED: Any = {"model": "claude-local", "input": "Say something.", "max_output_tokens": 100}
-TOOLS: Any = [{"type": "function", "name": "weather", "description": "The weather.", "parameters": SCHEMA}]
-
-
-def test_an_answer_is_the_library_s(llm: LLM, client: openai.OpenAI) -> None:
-    found = client.responses.create(**ASKED | {"max_output_tokens": 20}, instructions="Be terse.", temperature=0)
-    messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": ASKED["input"]}]
-    expected = llm.chat(messages, SamplingParams(max_tokens=20))
-    assert found.output_text == expected.text
-    assert found.status == {"length": "incomplete", "stop": "completed"}[expected.finish_reason]
-    assert found.instructions == "Be terse."
-    assert found.usage.input_tokens == expected.stats["prompt_tokens"]
-    assert found.usage.output_tokens == expected.stats["completion_tokens"]
-    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+USER: Any = {"role": "user", "content": [{"type": "input_text", "text": ASKED["input"]}]}
+TOOLS: Any = [{"type": "function"} | FUNCTION]
 
 
 def test_a_stream_s_events_come_in_openai_s_order(client: openai.OpenAI) -> None:
     asked = ASKED | {"temperature": 1, "extra_body": {"seed": 3}, "max_output_tokens": 24}
-    whole = client.responses.create(**asked)
     events: list[Any] = list(client.responses.create(**asked, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert len(deltas) > 1
     kinds = [event.type.removeprefix("response.") for event in events]
     order = "created in_progress output_item.added content_part.added output_text.delta output_text.done"
-    assert [kind for kind, _ in groupby(kinds)] == [
-        *order.split(),
-        "content_part.done",
-        "output_item.done",
-        whole.status,
-    ]
+    order += f" content_part.done output_item.done {events[-1].response.status}"
+    assert [kind for kind, _ in groupby(kinds)] == order.split()
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert len(events) == len(deltas) + 8
-    assert "".join(deltas) == events[-4].text == events[-1].response.output_text == whole.output_text
+    assert "".join(deltas) == events[-4].text == events[-1].response.output_text
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
     assert events[0].response.id == events[-1].response.id
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**ASKED, extra_body=says("Hello.")) as stream:
         list(stream)
-        assert stream.get_final_response().output_text == whole.output_text if whole.status == "completed" else True
+        assert stream.get_final_response().output_text == "Hello."
+    events = list(client.responses.create(**ASKED, tools=TOOLS, extra_body=says(CALL), stream=True))
+    *deltas, last = [event for event in events if event.type.startswith("response.function_call_arguments.")]
+    assert {event.type for event in deltas} == {"response.function_call_arguments.delta"}
+    assert json.loads("".join(event.delta for event in deltas)) == json.loads(last.arguments) == {"city": "Rome"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_is_called_and_its_result_read(client: openai.OpenAI, stream: bool) -> None:
-    asked = ASKED | {"tools": [*TOOLS, {"type": "web_search"}], "extra_body": says(CALL)}
-    if stream:
-        events: list[Any] = list(client.responses.create(**asked, stream=True))
-        kinds = [event.type for event in events if "function_call" in event.type]
-        assert kinds[-1] == "response.function_call_arguments.done"
-        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        assert json.loads("".join(deltas)) == {"city": "Rome"}
-        found = events[-1].response
-    else:
-        found = client.responses.create(**asked)
-    (call,) = found.output
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Rome"})
+def test_a_conversation_by_reference_and_in_full_is_the_same_to_the_model(client: openai.OpenAI) -> None:
+    """Instructions are of one answer only."""
+    asked = ASKED | {"tools": TOOLS}
+    first = client.responses.create(**asked, instructions="Be terse.", extra_body=says(CALL))
+    assert first.instructions == "Be terse."
+    (call,) = first.output
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    question: Any = {"role": "user", "content": [{"type": "input_text", "text": ASKED["input"]}]}
-    own: Any = ASKED | {"tools": TOOLS, "extra_body": says("It is sunny.")}
-    # The conversation by reference, and in full, is the same to the model.
-    short = client.responses.create(**own | {"input": [result]}, previous_response_id=found.id)
-    full = client.responses.create(**own | {"input": [question, call.model_dump(), result]})
-    assert (short.output_text, short.usage.input_tokens) == ("It is sunny.", full.usage.input_tokens)
-    assert short.previous_response_id == found.id
-
-
-def test_choice_of_tools_and_form(client: openai.OpenAI) -> None:
-    (call,) = client.responses.create(**ASKED, tools=TOOLS, tool_choice={"type": "function", "name": "weather"}).output
-    assert call.type == "function_call"
-    form: Any = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}
-    assert json.loads(client.responses.create(**ASKED, text=form).output_text)["city"] in ("Rome", "Oslo")
-
-
-def test_instructions_are_of_one_answer_only(client: openai.OpenAI) -> None:
-    first = client.responses.create(**ASKED, instructions="Be terse.", extra_body=says("Hello."))
-    second = client.responses.create(**ASKED, previous_response_id=first.id)
-    turns: Any = [{"role": "user", "content": ASKED["input"]}, {"role": "assistant", "content": "Hello."}]
-    full = client.responses.create(**ASKED | {"input": [*turns, turns[0]]})
-    assert second.usage.input_tokens == full.usage.input_tokens
-    assert second.output_text == full.output_text
+    short = client.responses.create(**asked | {"input": [result]}, previous_response_id=first.id)
+    full = client.responses.create(**asked | {"input": [USER, call.model_dump(), result]})
+    assert (short.output_text, short.usage.input_tokens) == (full.output_text, full.usage.input_tokens)
+    assert short.previous_response_id == first.id
 
 
 def test_an_item_of_an_answer_that_is_kept_can_be_named(client: openai.OpenAI) -> None:
     first = client.responses.create(**ASKED, extra_body=says("Hello."))
-    user: Any = {"role": "user", "content": ASKED["input"]}
     named: Any = {"type": "item_reference", "id": first.output[0].id}
+    full = client.responses.create(**ASKED | {"input": [USER, {"role": "assistant", "content": "Hello."}, USER]})
     for reference in (named, {"id": named["id"]}):
-        found = client.responses.create(**ASKED | {"input": [user, reference, user]})
-        full = client.responses.create(**ASKED | {"input": [user, {"role": "assistant", "content": "Hello."}, user]})
+        found = client.responses.create(**ASKED | {"input": [USER, reference, USER]})
         assert found.usage.input_tokens == full.usage.input_tokens
     client.responses.delete(first.id)
     with pytest.raises(openai.BadRequestError, match="there is no item") as caught:
-        client.responses.create(**ASKED | {"input": [user, named, user]})
+        client.responses.create(**ASKED | {"input": [USER, named, USER]})
     assert (caught.value.code, caught.value.param) == ("item_not_found", "input[1].id")
 
 
@@ -128,30 +86,9 @@ def test_the_store_is_bounded_in_number_and_size() -> None:
     for name in ("a", "b"):
         store.put(name, stored(1))
     assert store.get("a")  # used, so "b" goes first
-    store.put("c", stored(1))
-    assert [name for name in "abc" if store.get(name)] == ["a", "c"]
-    store.put("d", stored(900))
-    assert [name for name in "abcd" if store.get(name)] == ["c", "d"]
-    store.put("e", stored(1001))
-    assert not any(map(store.get, "abcde"))
+    for name, n, left in (("c", 1, "ac"), ("d", 900, "cd"), ("e", 1001, "")):
+        store.put(name, stored(n))
+        assert "".join(name for name in "abcde" if store.get(name)) == left
     store.remove("d")  # is gone already
     store.put("f", stored(900))
     assert store.get("f")
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        ({"background": True}, "background"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}, "text.format"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_request_names_the_field(
-    client: openai.OpenAI, change: dict[str, Any], param: str, stream: bool
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**ASKED | change, stream=stream)
-    assert caught.value.param == param
