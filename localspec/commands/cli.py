@@ -629,7 +629,7 @@ def inspect(
 
 # ``localspec engine``
 
-engine_app = command_group("engine", "ik-llama compiled for this CPU, with kernels that its wheel does without.")
+engine_app = command_group("engine", "ik-llama compiled for this CPU, with kernels that its wheel has not.")
 
 
 @command(group=engine_app, runs="engine:build_command")

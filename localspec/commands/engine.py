@@ -29,7 +29,7 @@ def build_command(*, idle: bool, jobs: int | None, force: bool) -> int:
     if not force and native_gain(features, cpu_features()) is None:
         print(
             f"nothing to compile: the engine that is here ({' '.join(features)}) uses all of this CPU that "
-            "ik-llama has kernels for; --force compiles it nevertheless"
+            "there are kernels for; --force compiles it nevertheless"
         )
         return 0
     models = native_build.files_to_compare(
@@ -98,7 +98,7 @@ def list_command(as_json: bool) -> int:
     if native_build.unfinished():
         print("\na build was interrupted; localspec engine build goes on from there")
     elif record is None and (gain := native_gain(features, cpu_features())) is not None:
-        print(f"\nthis CPU has {gain[0]}, which the wheel does without: localspec engine build")
+        print(f"\ncompiled here it makes more of this CPU's {gain[0]} ({gain[1]}): localspec engine build")
     return 0
 
 

@@ -108,7 +108,7 @@ OFFERED_GAIN = 1.05  # from which on a compiled engine is offered
 
 def compiled_gain(model: Model, times: PassTimes) -> tuple[str, float, float] | None:
     """What ik-llama compiled for this CPU would gain with a file: the present engine's curve, times what compiling made
-    of passes on the machines that were measured.
+    of passes where that was measured.
 
     Returns:
         The instruction set, and the lowest and the highest estimate of how many times as fast a nominal answer would
@@ -116,7 +116,10 @@ def compiled_gain(model: Model, times: PassTimes) -> tuple[str, float, float] | 
     """
     if model.backend != "ik-llama" or model.capabilities.device != "cpu" or times.noisy:
         return None
-    gain = native_gain(built_for(system_info(engine_module(model.backend).binding().lib)), cpu_features())
+    engine = engine_module(model.backend)
+    if engine.compiled_library() is not None:
+        return None
+    gain = native_gain(built_for(system_info(engine.binding().lib)), cpu_features())
     if gain is None:
         return None
     now, estimates = times.curve.measured, list[float]()

@@ -264,7 +264,7 @@ import numpy as np
 from localspec.backends.llama.ik_llama import compiled_library, load
 
 assert compiled_library() is not None
-with load(sys.argv[1]) as model, model.new_context(512) as context:
+with load(sys.argv[1], n_threads=2) as model, model.new_context(512) as context:  # as many as KV heads
     tokens = model.tokenize("Speculative decoding checks several tokens of a draft at once. " * 40, add_special=True)
 
     def logits(width):

@@ -205,8 +205,9 @@ DEAR = {1: 100.0, 2: 127.0, 4: 170.0, 8: 260.0, WIDE: 1200.0}
 @pytest.fixture
 def avx512(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A wheel of ik-llama on a CPU with AVX512-VNNI; on two machines compiling halved all passes, or left a tenth."""
-    binding = SimpleNamespace(version="1", lib=SimpleNamespace(llama_print_system_info=lambda: AVX2))
-    monkeypatch.setattr(loading_module, "engine_module", lambda name: SimpleNamespace(binding=lambda: binding))
+    binding = SimpleNamespace(version="1", lib=SimpleNamespace(llama_print_system_info=lambda: AVX2), compiled=None)
+    engine = SimpleNamespace(binding=lambda: binding, compiled_library=lambda: binding.compiled)
+    monkeypatch.setattr(loading_module, "engine_module", lambda name: engine)
     monkeypatch.setattr(loading_module, "cpu_features", lambda: ["AVX2", "AVX-512", "AVX512-VNNI"])
     monkeypatch.setattr(loading_module, "NATIVE_TIMES", {"AVX512-VNNI": ({1: 0.5, 8: 0.5}, {1: 0.1, 256: 0.1})})
     return binding
@@ -226,6 +227,9 @@ def test_what_a_compiled_engine_gains_is_estimated_from_measured_passes(
     avx512.lib.llama_print_system_info = lambda: AVX2 + b"AVX512_VNNI = 1 | "  # compiled already
     assert compiled_gain(model, PassTimes(DEAR)) is None
     avx512.lib.llama_print_system_info = lambda: AVX2
+    avx512.compiled = Path("libllama.so")  # with nothing that the wheel's has not
+    assert compiled_gain(model, PassTimes(DEAR)) is None
+    avx512.compiled = None
     monkeypatch.setattr(loading_module, "NATIVE_TIMES", {"AVX512-VNNI": ({1: 0.96, 8: 0.96}, {1: 0.1, 8: 0.1})})
     assert compiled_gain(model, PassTimes(DEAR)) is None  # on one machine it was next to nothing
     monkeypatch.setattr(loading_module, "cpu_features", lambda: ["AVX2"])

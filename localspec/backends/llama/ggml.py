@@ -169,23 +169,27 @@ _FEATURES = {
 }  # fmt: skip
 
 BEYOND_AVX2 = ("AVX512-VNNI", "AVX-VNNI", "AVX-512", "AVX512-BF16")
-"""What ik_llama.cpp has kernels for and its x86-64 wheels are not compiled for."""
+"""What ik_llama.cpp, or localspec, has kernels for and its x86-64 wheels are not compiled for."""
 
 _GAINS = {
-    "AVX512-VNNI": "t(2)/t(1) 1.27→1.13, t(8) ×0.79 (Xeon)",
-    "AVX-VNNI": "not measured (GCC 11, Clang 12)",
+    "AVX512-VNNI": "t(1) ×0.90, t(4) ×0.53, t(8) ×0.56 (EPYC)",
+    "AVX2": "t(1) ×0.86, t(4) ×0.73, t(8) ×0.87 (EPYC)",
 }
-"""An instruction set -> what ik-llama gains when it is compiled for it: passes over 2 and 8 tokens, against its wheel's
-(benchmarks/RESULTS.md), or which compilers know it. Others bring next to nothing."""
+"""An instruction set -> what ik-llama gains when it is compiled for it, with our kernels for K-quants: passes over so many
+tokens, in the time of its wheel's (benchmarks/RESULTS.md)."""
 
 NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
     "AVX512-VNNI": (
-        {1: 0.95, 2: 0.97, 8: 0.87, 16: 0.86, 256: 0.84},
-        {1: 0.88, 2: 0.78, 8: 0.79, 16: 0.84, 256: 0.71},
+        {1: 0.90, 2: 0.82, 3: 0.62, 4: 0.53, 8: 0.56, 16: 0.57, 256: 0.63},
+        {1: 0.81, 2: 0.65, 3: 0.60, 4: 0.50, 8: 0.56, 16: 0.57, 256: 0.62},
+    ),
+    "AVX2": (
+        {1: 0.86, 2: 0.80, 3: 0.73, 4: 0.73, 8: 0.87, 16: 0.90, 256: 0.99},
+        {1: 0.91, 2: 0.88, 3: 0.74, 4: 0.71, 8: 0.84, 16: 0.92, 256: 0.99},
     ),
 }
-"""An instruction set -> of each machine that was measured, the time of passes of an ik-llama compiled for it over its
-wheel's, by width: an EPYC and a Xeon (benchmarks/RESULTS.md)."""
+"""An instruction set -> the time of passes of an ik-llama compiled for it over its wheel's, by width: of a 1.5B and of a
+target with the costs of a 7B, on an EPYC (benchmarks/RESULTS.md)."""
 
 NATIVE_COMMAND = "localspec engine build"
 """Compiles ik-llama for this CPU; see ``native_build``."""
@@ -215,8 +219,8 @@ def built_for(system_info: str) -> list[str]:
 
 
 def native_gain(built: Collection[str], cpu: Collection[str]) -> tuple[str, str] | None:
-    """What ik-llama, ``built`` for so much, would gain if it were compiled for this CPU: the instruction set, and how
-    much; None where that is nothing worth waiting for."""
+    """What ik-llama's wheel, ``built`` for so much, would gain if it were compiled for this CPU: the instruction set, and
+    how much; None where that is nothing worth waiting for."""
     if any(feature in built for feature in BEYOND_AVX2):
         return None
     return next(((feature, gain) for feature, gain in _GAINS.items() if feature in cpu), None)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from localspec.backends import candidates, unavailable_reason
-from localspec.backends.llama import ggml
+from localspec.backends.llama import ggml, ik_llama
 from localspec.backends.registry import engine_module
 from localspec.controllers.stopping import Times, best_length, speedup, with_block
 from localspec.measuring.last_bench import LastBench
@@ -362,7 +362,8 @@ def engine_findings(
                 yield Finding("ok", engine.name, "NumPy, float64: exact and slow, for tests")
         else:
             yield Finding("ok" if engine in usable else "info", engine.name, _described(engine))
-            if engine.name == "ik-llama" and (gain := ggml.native_gain(engine.built_for, cpu)) is not None:
+            gain = ggml.native_gain(engine.built_for, cpu) if engine.name == "ik-llama" else None
+            if gain is not None and ik_llama.compiled_library() is None:
                 status: Status = "note" if wanted in ("auto", engine.name) else "info"
                 text = f"ik-llama compiled for its {gain[0]}: {gain[1]}"
                 yield Finding(status, "this CPU", text, ggml.NATIVE_COMMAND)
