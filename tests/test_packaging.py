@@ -61,7 +61,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         yield opened
 
 
-KINDS = ".py .typed .html .css .js .mjs .svg .json .jsonl .md .toml .txt .woff2"
+KINDS = ".py .typed .h .html .css .js .mjs .svg .json .jsonl .md .toml .txt .woff2"
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

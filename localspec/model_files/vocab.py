@@ -183,7 +183,7 @@ class Vocab:
         """A token on its own, for people: half of a character as U+FFFD, a special token as its name."""
         if not 0 <= token < self.n_tokens:
             return f"<{shown(token)}>"
-        return self.token_bytes(token).decode("utf-8", "replace") or self.token_text(token)
+        return (self.token_bytes(token) or self._tokens.bytes_at(token)).decode("utf-8", "replace")
 
     @property
     def _marked(self) -> list[int]:
