@@ -175,8 +175,8 @@ _GAINS = {
     "AVX512-VNNI": "t(1) ×0.90, t(4) ×0.53, t(8) ×0.56 (EPYC)",
     "AVX2": "t(1) ×0.86, t(4) ×0.73, t(8) ×0.87 (EPYC)",
 }
-"""An instruction set -> what ik-llama gains when it is compiled for it, with our kernels for K-quants: passes over so many
-tokens, in the time of its wheel's (benchmarks/RESULTS.md)."""
+"""An instruction set -> what ik-llama gains when it is compiled for it, with our kernels for K-quants: the time of passes
+over so many tokens, over its wheel's (benchmarks/RESULTS.md)."""
 
 NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
     "AVX512-VNNI": (
@@ -188,8 +188,8 @@ NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
         {1: 0.91, 2: 0.88, 3: 0.74, 4: 0.71, 8: 0.84, 16: 0.92, 256: 0.99},
     ),
 }
-"""An instruction set -> the time of passes of an ik-llama compiled for it over its wheel's, by width: of a 1.5B and of a
-target with the costs of a 7B, on an EPYC (benchmarks/RESULTS.md)."""
+"""An instruction set -> the time of passes of an ik-llama compiled for it over its wheel's, by width: of a 1.5B and of
+a target with the costs of a 7B, on an EPYC (benchmarks/RESULTS.md)."""
 
 NATIVE_COMMAND = "localspec engine build"
 """Compiles ik-llama for this CPU; see ``native_build``."""
@@ -219,8 +219,8 @@ def built_for(system_info: str) -> list[str]:
 
 
 def native_gain(built: Collection[str], cpu: Collection[str]) -> tuple[str, str] | None:
-    """What ik-llama's wheel, ``built`` for so much, would gain if it were compiled for this CPU: the instruction set, and
-    how much; None where that is nothing worth waiting for."""
+    """What ik-llama's wheel, ``built`` for so much, would gain if it were compiled for this CPU: the instruction set,
+    and how much; None where that is nothing worth waiting for."""
     if any(feature in built for feature in BEYOND_AVX2):
         return None
     return next(((feature, gain) for feature, gain in _GAINS.items() if feature in cpu), None)
