@@ -175,8 +175,8 @@ _GAINS = {
     "AVX512-VNNI": "t(1) ×0.90, t(4) ×0.53, t(8) ×0.56 (EPYC)",
     "AVX2": "t(1) ×0.86, t(4) ×0.73, t(8) ×0.87 (EPYC)",
 }
-"""An instruction set -> what ik-llama gains when it is compiled for it, with our kernels for K-quants: the time of passes
-over so many tokens, over its wheel's (benchmarks/RESULTS.md)."""
+"""An instruction set -> what ik-llama gains when it is compiled for it, with our kernels for K-quants: the time of
+passes over so many tokens, over its wheel's (benchmarks/RESULTS.md)."""
 
 NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
     "AVX512-VNNI": (
