@@ -505,6 +505,7 @@ def test_what_to_do_is_said_where_a_question_does_not_fit(it: Tab, server: Serve
     expect(it.page.locator("#question")).to_have_value("what is it?")
     expect(it.page.locator("#attached li")).to_have_count(1)
     wait_until(lambda: on_disk(server) == [], "nothing is kept of what was refused")
+    it.saved()  # and the page knows it
     it.page.reload()
     expect(it.page.locator("#question")).to_have_value("what is it?")
     expect(it.page.locator("#attached li")).to_have_count(1)
