@@ -171,13 +171,6 @@ _FEATURES = {
 BEYOND_AVX2 = ("AVX512-VNNI", "AVX-VNNI", "AVX-512", "AVX512-BF16")
 """What ik_llama.cpp, or localspec, has kernels for and its x86-64 wheels are not compiled for."""
 
-_GAINS = {
-    "AVX512-VNNI": "t(1) ×0.90, t(4) ×0.53, t(8) ×0.56 (EPYC)",
-    "AVX2": "t(1) ×0.86, t(4) ×0.73, t(8) ×0.87 (EPYC)",
-}
-"""An instruction set -> what ik-llama gains when it is compiled for it, with our kernels for K-quants: the time of
-passes over so many tokens, over its wheel's (benchmarks/RESULTS.md)."""
-
 NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
     "AVX512-VNNI": (
         {1: 0.90, 2: 0.82, 3: 0.62, 4: 0.53, 8: 0.56, 16: 0.57, 256: 0.63},
@@ -188,8 +181,8 @@ NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
         {1: 0.91, 2: 0.88, 3: 0.74, 4: 0.71, 8: 0.84, 16: 0.92, 256: 0.99},
     ),
 }
-"""An instruction set -> the time of passes of an ik-llama compiled for it over its wheel's, by width: of a 1.5B and of
-a target with the costs of a 7B, on an EPYC (benchmarks/RESULTS.md)."""
+"""An instruction set -> the time of passes of an ik-llama compiled for it, with our kernels for K-quants, over its
+wheel's, by width: of a 1.5B and of a target with the costs of a 7B, on an EPYC (benchmarks/RESULTS.md)."""
 
 NATIVE_COMMAND = "localspec engine build"
 """Compiles ik-llama for this CPU; see ``native_build``."""
@@ -223,7 +216,11 @@ def native_gain(built: Collection[str], cpu: Collection[str]) -> tuple[str, str]
     and how much; None where that is nothing worth waiting for."""
     if any(feature in built for feature in BEYOND_AVX2):
         return None
-    return next(((feature, gain) for feature, gain in _GAINS.items() if feature in cpu), None)
+    feature = next((feature for feature in NATIVE_TIMES if feature in cpu), None)
+    if feature is None:
+        return None
+    ratios = NATIVE_TIMES[feature][0]
+    return feature, ", ".join(f"t({width}) ×{ratios[width]:.2f}" for width in (1, 4, 8)) + " (EPYC)"
 
 
 def foreign_features(built: Collection[str], cpu: Collection[str]) -> list[str]:
