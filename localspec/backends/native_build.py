@@ -60,6 +60,8 @@ _CMAKE = (
     f"-DCMAKE_INSTALL_RPATH={'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}",
 )
 
+_KERNELS_AT = "ggml/src/iqk"  # folder of the source that has the kernels
+
 _ROOM = 600 << 20  # bytes that source, object files and libraries take at most
 
 _POLL_S = 0.2
@@ -129,6 +131,7 @@ def build(
         lib.replace(place)
         record = {
             "digest": digest(place),
+            "kernels": ik_llama.compiled_kernels(folder / "source" / _KERNELS_AT),
             "flags": sorted(cpu_flags()),
             "day": time.strftime("%Y-%m-%d"),
             "comparisons": [asdict(each) for each in found],
@@ -176,6 +179,8 @@ def _compiled(folder: Path, report: Report, jobs: int, idle: bool) -> Path:
     """The folder of the libraries, just linked."""
     source, out, log = folder / "source", folder / "out", folder / "build.log"
     log.unlink(missing_ok=True)
+    if source.is_dir() and ik_llama.compiled_kernels(source / _KERNELS_AT) != ik_llama.compiled_kernels():
+        shutil.rmtree(source)  # of a build that an earlier version began
     if not source.is_dir():
         check_space(folder, _ROOM, "compiling ik-llama")
         _fetch(source, log, report)
@@ -214,7 +219,7 @@ def _fetch(source: Path, log: Path, report: Report) -> None:
 
 def put_kernels(source: Path) -> None:
     """Have our kernels for K-quants compiled into ik-llama; ``llama/k_quants.h`` says which, and why."""
-    kernels, place = Path(ik_llama.__file__).with_name("k_quants.h"), source / "ggml/src/iqk"
+    kernels, place = Path(ik_llama.__file__).with_name(ik_llama.KERNELS), source / _KERNELS_AT
     shutil.copy2(kernels, place)
     # Old, new, and how many are replaced (0: all). The kernels for x86 come before those for ARM.
     products: list[tuple[str, str, int]] = [

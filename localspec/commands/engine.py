@@ -8,7 +8,7 @@ from typing import Any
 
 from localspec.backends import native_build
 from localspec.backends.llama import ik_llama
-from localspec.backends.llama.ggml import built_for, native_gain, system_info
+from localspec.backends.llama.ggml import NATIVE_COMMAND, built_for, native_gain, system_info
 from localspec.backends.native_build import BuildComparison
 from localspec.commands.files import note, print_columns
 from localspec.controllers.cost_model import PassTimes
@@ -21,12 +21,12 @@ from localspec.system.terminal import Progress
 
 def build_command(*, idle: bool, jobs: int | None, force: bool) -> int:
     """Compile the engine; 130 where that was interrupted."""
-    used = ik_llama.compiled_library()
-    if used is not None and not force:
+    is_used, is_old = ik_llama.compiled_library() is not None, ik_llama.compiled_earlier()
+    if is_used and not (force or is_old):
         print("the engine compiled for this CPU is here and in use; localspec engine remove undoes it")
         return 0
     features = built_for(system_info(ik_llama.binding().lib))
-    if not force and native_gain(features, cpu_features()) is None:
+    if not (force or is_old) and native_gain(features, cpu_features()) is None:
         print(
             f"nothing to compile: the engine that is here ({' '.join(features)}) uses all of this CPU that "
             "there are kernels for; --force compiles it nevertheless"
@@ -97,6 +97,8 @@ def list_command(as_json: bool) -> int:
         print("\nwhat was compiled is damaged or for another CPU; localspec engine build --force compiles it again")
     if native_build.unfinished():
         print("\na build was interrupted; localspec engine build goes on from there")
+    elif is_used and ik_llama.compiled_earlier():
+        print(f"\n{ik_llama.EARLIER}: {NATIVE_COMMAND}")
     elif record is None and (gain := native_gain(features, cpu_features())) is not None:
         print(f"\ncompiled here it makes more of this CPU's {gain[0]} ({gain[1]}): localspec engine build")
     return 0

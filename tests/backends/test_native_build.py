@@ -24,6 +24,8 @@ from localspec.backends import native_build
 from localspec.backends.llama import ik_llama
 from localspec.backends.llama.ggml import digest
 from localspec.backends.registry import unavailable_reason
+from localspec.controllers.cost_model import PassTimes
+from localspec.engine.loading import compiled_offer
 from localspec.errors import EngineMismatch, EngineUnavailable
 from localspec.system.machine import cpu_features
 from tests.conftest import TinyFiles
@@ -53,7 +55,9 @@ class Machine:
     def __init__(self, home: Path, tools: Path) -> None:
         self.folder, self.tools = home / "build" / f"ik-llama-{ik_llama.VERSION}", tools
         self.busy, self.broken = tools / "busy", tools / "broken"
-        (self.folder / "source").mkdir(parents=True)  # as if it had been fetched
+        self.kernels = self.folder / "source/ggml/src/iqk" / ik_llama.KERNELS
+        self.kernels.parent.mkdir(parents=True)  # as if it had been fetched
+        shutil.copy(Path(ik_llama.__file__).with_name(ik_llama.KERNELS), self.kernels)
         wheel = ik_llama.package_library()
         self.environment = {
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
@@ -140,6 +144,30 @@ def test_what_is_not_whole_for_another_cpu_or_does_not_load_is_not_used(machine:
     record.write_text(json.dumps(whole | {"digest": digest(library.parent)}))
     assert ik_llama.compiled_library() == library
     assert machine.engine(tiny) == wheel
+
+
+def test_what_has_an_earlier_versions_kernels_is_used_and_compiled_again(
+    machine: Machine, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = machine.tools / "source"
+    shutil.copytree(machine.folder / "source", source)
+    native_build.build([], silent)
+    record = machine.folder / "lib" / ik_llama.RECORD
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"kernels": "00000000"}))
+    used = machine.engine(tiny)
+    assert ik_llama.EARLIER in engine_command("list")
+    with ik_llama.load(tiny.bpe) as model:
+        assert compiled_offer(model, PassTimes({1: 10.0, 8: 20.0})) == ik_llama.EARLIER
+    shutil.copytree(source, machine.folder / "source")
+    assert "is used from now on" in engine_command("build")
+    assert machine.engine(tiny) == used
+    assert ik_llama.EARLIER not in engine_command("list")
+    assert "is here and in use" in engine_command("build")
+    # The source of a build that an earlier version began is fetched anew.
+    shutil.copytree(source, machine.folder / "source")
+    machine.kernels.write_text("")
+    monkeypatch.setenv("LOCALSPEC_OFFLINE", "1")
+    assert "so the source of ik-llama is not fetched" in engine_command("build", "--force", status=1)
 
 
 def test_an_interrupted_build_goes_on_and_is_not_used_before(machine: Machine) -> None:

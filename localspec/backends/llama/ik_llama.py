@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from functools import cache
+from hashlib import sha256
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -160,6 +161,24 @@ def compiled_record() -> dict[str, Any] | None:
 
 
 RECORD = "build.json"
+KERNELS = "k_quants.h"  # beside this module: ours, which are compiled into it
+
+
+def compiled_kernels(folder: Path | None = None) -> str | None:
+    """Digest of our kernels in a folder of ik-llama's source, by default of those here; None where there are none."""
+    try:
+        return sha256((folder or Path(__file__).parent).joinpath(KERNELS).read_bytes()).hexdigest()[:8]
+    except OSError:
+        return None
+
+
+EARLIER = "the engine compiled for this CPU has an earlier version's kernels; compiled again it may be faster"
+
+
+def compiled_earlier() -> bool:
+    """Whether there is a library that was compiled with other kernels than ``engine build`` compiles in now."""
+    record = compiled_record()
+    return record is not None and record.get("kernels") != compiled_kernels()
 
 
 def compiled_library() -> Path | None:
