@@ -218,12 +218,14 @@ def _fetch(source: Path, log: Path, report: Report) -> None:
 
 
 def put_kernels(source: Path) -> None:
-    """Have our kernels for K-quants compiled into ik-llama; ``llama/k_quants.h`` says which, and why."""
-    kernels, place = Path(ik_llama.__file__).with_name(ik_llama.KERNELS), source / _KERNELS_AT
-    shutil.copy2(kernels, place)
+    """Have our kernels compiled into ik-llama; ``ik_llama.KERNELS`` say which, and why."""
+    place = source / _KERNELS_AT
+    for name in ik_llama.KERNELS:
+        shutil.copy2(Path(ik_llama.__file__).with_name(name), place)
+    of_k_quants, of_attention = (f'#include "{name}"\n\n\\g<0>' for name in ik_llama.KERNELS)
     # Old, new, and how many are replaced (0: all). The kernels for x86 come before those for ARM.
     products: list[tuple[str, str, int]] = [
-        (r"namespace \{", f'#include "{kernels.name}"\n\n\\g<0>', 1),
+        (r"namespace \{", of_k_quants, 1),
         (r"if constexpr \(nrc_y == 1\) \{", "if constexpr (false) {", 0),  # one column is computed as several are
     ]
     for q in "456":
@@ -232,7 +234,8 @@ def put_kernels(source: Path) -> None:
         chosen = rf"IQK_SET_MUL_MAT_FUNCTIONS\(mul_mat_q{q}_k_r4_q8_k, kernels\)"
         products.append((chosen, f"LOCALSPEC_SET_FUNCTIONS(q{q}_k_r4)", 1))
     # Attention of one row leaves out cells at the end that attention of several looks at, and rounds otherwise.
-    attention = [(r"neq1 == 1 && nek1 > 256 && mask", "false", 1)]
+    whole = (r"neq1 == 1 && nek1 > 256 && mask", "false", 1)
+    attention = [whole, (r" *if \(neq3 == 1 && rk2 > 1 && neq1 == 1 && nth >= 1 && nek1/32 > 1", of_attention, 1)]
     for name, changes in (("iqk_gemm_kquants.cpp", products), ("iqk_flash_attn.cpp", attention)):
         text = (place / name).read_text(encoding="utf-8")
         for old, new, count in changes:

@@ -38,7 +38,7 @@ def build_command(*, idle: bool, jobs: int | None, force: bool) -> int:
     if native_build.unfinished():
         note("going on with the build that was interrupted")
     elif not idle:
-        note("some 8 minutes on two cores")
+        note("some 8 to 14 minutes on two cores")
     try:
         with Progress() as progress:
             found, wrong = native_build.build(models, progress.report, jobs=jobs, idle=idle)

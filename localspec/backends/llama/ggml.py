@@ -177,12 +177,12 @@ NATIVE_TIMES: dict[str, tuple[dict[int, float], ...]] = {
         {1: 0.81, 2: 0.65, 3: 0.60, 4: 0.50, 8: 0.56, 16: 0.57, 256: 0.62},
     ),
     "AVX2": (
-        {1: 0.86, 2: 0.80, 3: 0.73, 4: 0.73, 8: 0.87, 16: 0.90, 256: 0.99},
-        {1: 0.91, 2: 0.88, 3: 0.74, 4: 0.71, 8: 0.84, 16: 0.92, 256: 0.99},
+        {1: 0.84, 2: 0.84, 3: 0.89, 4: 0.89, 8: 0.93, 16: 1.00, 256: 1.02},
+        {1: 0.86, 2: 0.81, 3: 0.84, 4: 0.88, 8: 0.94, 16: 0.98, 256: 1.07},
     ),
 }
 """An instruction set -> the time of passes of an ik-llama compiled for it, with our kernels for K-quants, over its
-wheel's, by width: of a 1.5B and of a target with the costs of a 7B, on an EPYC (benchmarks/RESULTS.md)."""
+wheel's, by width: of a 1.5B, and with the costs of a 7B, on EPYCs with and without it (benchmarks/RESULTS.md)."""
 
 NATIVE_COMMAND = "localspec engine build"
 """Compiles ik-llama for this CPU; see ``native_build``."""

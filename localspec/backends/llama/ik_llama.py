@@ -161,13 +161,14 @@ def compiled_record() -> dict[str, Any] | None:
 
 
 RECORD = "build.json"
-KERNELS = "k_quants.h"  # beside this module: ours, which are compiled into it
+KERNELS = ("k_quants.h", "attention_of_one.h")  # beside this module: ours, which are compiled into it
 
 
 def compiled_kernels(folder: Path | None = None) -> str | None:
     """Digest of our kernels in a folder of ik-llama's source, by default of those here; None where there are none."""
     try:
-        return sha256((folder or Path(__file__).parent).joinpath(KERNELS).read_bytes()).hexdigest()[:8]
+        parts = [(folder or Path(__file__).parent).joinpath(name).read_bytes() for name in KERNELS]
+        return sha256(b"".join(parts)).hexdigest()[:8]
     except OSError:
         return None
 
