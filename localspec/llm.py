@@ -271,7 +271,7 @@ class Session(Asking[str]):
         def settle(job: Job) -> None:
             done = not job.cancelled() and (job.refused or job.exception()) is None
             if done and (reply := job.result()).token_ids:
-                # What was thought is kept beside the answer; the template says whether the model sees it again.
+                # What was thought is kept with the answer; the template says whether the model sees it again.
                 thought = {"reasoning_content": reply.thinking} if reply.thinking else {}
                 self.messages += [asked, {"role": "assistant", "content": reply.text} | thought]
 

@@ -1,4 +1,4 @@
-"""ik-llama compiled for the CPU at hand, below LOCALSPEC_HOME; it takes the wheel's place once it was checked.
+"""ik-llama compiled for this CPU, below LOCALSPEC_HOME; it takes the wheel's place once it was checked.
 
 The source is the source distribution of the installed version, as pip finds it. Source and object files stay until all
 is done, so an interrupted build goes on where it was. Before the libraries are used, processes of their own compare
@@ -320,7 +320,7 @@ def _run(
         finally:
             for process in _tree(program):
                 with suppress(psutil.Error):
-                    process.terminate()  # a compiler that is told to end deletes what it has half done
+                    process.terminate()  # a terminated compiler deletes what it has half done
             program.wait()
     if stopped:
         raise KeyboardInterrupt
@@ -384,7 +384,7 @@ _FILL = 64
 
 
 def files_to_compare(paths: Collection[Path]) -> list[Path]:
-    """Of these, the smallest ones that have each type of tensors once, and of which memory holds two copies."""
+    """Of these, the smallest ones that have each type of tensors once, and fit memory twice."""
     room, seen, chosen = read_memory().available, set[str](), list[Path]()
     for path in sorted(paths, key=lambda each: each.stat().st_size):
         if 2.6 * path.stat().st_size > room:

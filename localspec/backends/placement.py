@@ -19,7 +19,7 @@ from localspec.model_files.kv_memory import KV_VALUE_BYTES, kv_shape
 SPLIT_MODES = ("none", "layer", "row")
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-"""What llama.cpp's ``--cpu-moe`` matches: weights of experts, a few of which a token uses."""
+"""What llama.cpp's ``--cpu-moe`` matches: weights of experts; a token uses a few of them."""
 
 _INPUTS = ("token_embd", "token_types", "position_embd", "per_layer_token_embd")
 """Read row by row on the CPU: in another device's memory, llama.cpp aborts where that cannot do it."""

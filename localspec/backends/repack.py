@@ -131,7 +131,7 @@ def writing_copy(gguf: GGUFFile, target: Path, types: dict[str, str], marks: dic
 
 
 def _converted(gguf: GGUFFile, types: dict[str, str]) -> Iterator[Bytes]:
-    """The data of all tensors in order, in pieces, a few of which are converted at a time."""
+    """The data of all tensors in order, in pieces, a few converted at a time."""
     n_threads = default_threads()
     with ThreadPoolExecutor(n_threads) as pool:
         coming: deque[Future[Bytes]] = deque()

@@ -30,7 +30,7 @@ _ANSWER_S, _STOP_S = 5.0, 20.0
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """How a program is told of a server. ``$url``, ``$model``, ``$key`` and ``$context`` are the server's."""
+    """How a program learns of a server. ``$url``, ``$model``, ``$key`` and ``$context`` are the server's."""
 
     install: str  # the command that its makers give for installing it
     environment: Mapping[str, str] = field(default_factory=dict)

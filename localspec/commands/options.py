@@ -146,7 +146,7 @@ class RunOptions:
     def opened(self, *, chats: bool = True, tell: bool = False) -> Iterator[LLM]:
         """The loaded pair, with progress and remarks on standard error; closed when the block ends.
 
-        ``tell``: say what was chosen even where nobody sits at a terminal.
+        ``tell``: say what was chosen even without a terminal.
         """
         with Progress() as progress:
             llm = self.open(progress.report)

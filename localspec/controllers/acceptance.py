@@ -93,7 +93,7 @@ _MOST_TILT = 16.0  # At 16 a head is expected to be right at 0.95 of all places,
 
 def of_a_head(prior: Prior, rate: float | None = None) -> Prior:
     """The prior of a head, given that of a draft model; ``rate`` is the share of places at which the head's first draft
-    token is right, as its card says. A head of which too little is expected is never asked where a draft model pays."""
+    token is right, as its card says. A head that promises too little is never asked where a draft model pays."""
     prior = _OF_A_HEAD[prior]
     tilt = 0.0 if rate is None else _tilt_for(rate, prior)
     histograms, where_certain = (

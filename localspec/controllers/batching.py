@@ -237,7 +237,7 @@ class ShareOfPass:
         self._n_rounds += 1
         self.has_company |= self._shared.n_open > 1
         self._n_answers += self._shared.n_answers
-        # Beside others no pass is over one token alone, and an answer that does not draft would not make it so.
+        # With other answers no pass is over one token alone, and an answer that does not draft would not make it so.
         self.n_since_one = 0 if width == 1 or self._shared.n_answers > 1 else self.n_since_one + 1
 
     @property

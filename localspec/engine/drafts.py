@@ -96,7 +96,7 @@ def draft_files(names: Sequence[str], target: Model) -> Iterator[tuple[Path, boo
             yield (Path(rest), True) if source is None else (source.find(rest, target).path, False)
 
 
-# From ``corpus:PATH`` to an index that is up to date, or will be when nobody waits.
+# From ``corpus:PATH`` to an index that is up to date, or will be in idle time.
 
 
 def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> CorpusIndex:
@@ -112,7 +112,7 @@ def open_corpus(where: str, target: Model, loader: Loader, report: Report) -> Co
         said = f"corpus {where}: {survey.n_files:,} files, {n_bytes}; indexing {new_bytes} of it"
         said += f", in at most {size_text(round(BYTES_PER_BYTE * survey.new_bytes))} of {index.folder.parent}"
         if loader.options.idle:
-            loader.warnings.append(f"{said}, while nobody waits")
+            loader.warnings.append(f"{said}, in idle time")
         else:
             report(said, None)
             exhaust(index.update(), lambda: report(f"indexing {where}", index.done))
@@ -222,7 +222,7 @@ class DraftMaker:
             return found
         adds = "saves nothing" if gain < 1.005 else f"saves {100 * (gain - 1):.0f} %"
         self.loader.warnings.append(
-            f"{path.name} is left out: beside copying from the text it {adds} of a typical answer's time here; "
+            f"{path.name} is left out: beyond copying from the text it {adds} of a typical answer's time here; "
             "--draft names it all the same"
         )
         for draft in found:

@@ -1,4 +1,4 @@
-"""How much memory models take, and the largest context that fits beside them: one estimate, for loading and doctor."""
+"""How much memory models take, and the largest context that fits with them: one estimate, for loading and doctor."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sizes:
 
     @property
     def own_layer(self) -> Sizes:
-        """What its layer for multi-token prediction takes beside it: keys and values of a layer."""
+        """What its layer for multi-token prediction takes in addition: keys and values of a layer."""
         kv = replace(self.kv, values_per_token=self.kv.values_per_token[-1:], windowed=self.kv.windowed[-1:])
         return replace(self, n_bytes=0, kv=kv)
 
@@ -114,11 +114,11 @@ def need(sizes: Sizes, n_ctx: int, kv_type: str, backend: str, *, contexts: int 
 # The context where none is asked for.
 #
 # Engines write to all of a context when they make it, so that its memory is taken, and the time for that spent, even if
-# nobody uses it (1.5B at f16 on two cores: 32,768 tokens take 0.97 GB and 2.7 s); the time of a token does not depend
+# it is not used (1.5B at f16 on two cores: 32,768 tokens take 0.97 GB and 2.7 s); the time of a token does not depend
 # on it.
 
 USUAL_CTX = 8192
-"""Up to so many tokens a context may take what is free but for a tenth; beyond, half of what is free beside weights."""
+"""Up to so many tokens a context may take what is free but for a tenth; beyond, half of what weights leave free."""
 
 MOST_ON_CPU = 32768
 """Reading more takes a CPU of today longer than people wait (five minutes at 100 tokens a second)."""
@@ -219,7 +219,7 @@ def choose_context(
         if found.ram > TIGHT * space.ram:
             return f"what fits into the {size_text(space.ram)} of memory that are free"
         if n_ctx > USUAL_CTX and found.ram > beside:
-            return "half of the memory that is free beside the weights; --ctx N takes more"
+            return "half of the memory that the weights leave free; --ctx N takes more"
         return None
 
     if bound_by(most) is None:
@@ -338,7 +338,7 @@ MOST = 16
 """t(w) is measured to 24 rows, and draft tokens need some of them."""
 
 CELLS_EACH = 512
-"""Tokens that an answer under way is reckoned to hold, its prompt included: every row passes over those of all, or
+"""Tokens that a running answer is assumed to hold, its prompt included: every row passes over those of all, or
 over those of its own (``Capabilities.own_cells``)."""
 
 LEAST_CELLS = 1024
@@ -348,7 +348,7 @@ ENOUGH = 0.95
 """Of the most tokens per millisecond that any number makes; with more answers each becomes slower for little."""
 
 N_CONTEXTS = FULL_CONTEXTS + 1
-"""What memory is reckoned with: room for all answers, and a context in which some engines compute one that is alone."""
+"""What memory is estimated for: room for all answers, and a context in which some engines compute one that is alone."""
 
 MEMORY_SHARE = 0.5
 """Of the memory that is free, what they may take: drafts and buffers come after them."""

@@ -234,7 +234,7 @@ def _key(path: Path, options: LoadOptions) -> dict[str, str]:
 # Measured once per target, draft and engine, and kept.
 
 DRAFT_LENGTHS = range(1, 9)
-"""Draft lengths of which the best counts. On ik-llama a pass over 9 tokens takes over three times one over a single."""
+"""Draft lengths; the best one counts. On ik-llama a pass over 9 tokens takes over three times one over a single."""
 
 N_STEPS = 12
 """Draft steps of each copy that are timed, in turns; their median counts. The copies compared so far differ by 1.5

@@ -45,13 +45,13 @@ ORDER = ("reading", "storing", "target curve", "draft curve", "draft check", "co
 what brings most, and quickly."""
 
 AGAIN_S = 600.0
-"""How long what was measured beside other programs stands before it is tried again, if they are gone by then."""
+"""How long what was measured while other programs ran stands before it is tried again, if they are gone by then."""
 
 Work = Callable[[Stopped], Steps[None]]
 
 
 def prepare_times(pair: Pair, kind: str, context: Context, times: PassTimes, passes: PassKind = WHOLE) -> None:
-    """Queue the measurement of a cost model of which there is only a provisional one; it is used from then on."""
+    """Queue the measurement of a cost model that is only provisional; it is used from then on."""
 
     def measuring(stopped: Stopped) -> Steps[None]:
         measured = yield from calibrating(context.model, context.n_ctx, passes)

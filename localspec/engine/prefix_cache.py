@@ -165,7 +165,7 @@ class PrefixCache:
         try:
             state = context.export_state()
         except (EngineError, MemoryError):
-            return  # then it will be read again: no reason for the request at hand to fail
+            return  # then it will be read again: no reason for this request to fail
         self.entries.append(CachedContext(context, held, state, next(self._clock)))
         self.stored += 1
 

@@ -35,7 +35,7 @@ RESERVED = 1024
 answers to prompts of 1,000 tokens begin at once; one that goes on for longer may have to wait midway."""
 
 SLACK = MAX_DRAFT + 1
-"""Room for the rows of a pass, of which those of rejected draft tokens are given back."""
+"""Room for the rows of a pass; those of rejected draft tokens are given back."""
 
 
 @dataclass(eq=False, slots=True)

@@ -222,7 +222,7 @@ class PromptStore:
         return [self._headers[name] for name in names if name in self._headers]
 
     def _read(self, stored: StoredPrompt, maker: Mapping[str, str]) -> SavedContext | None:
-        """What is in a file, all of which is checked against its digests; None, and no file, where it is damaged."""
+        """What is in a file, checked against its digests; None, and no file, where it is damaged."""
         try:
             _, (memory,), damage = saved.read(stored.path)
             if damage is None and memory.maker == maker:

@@ -239,7 +239,7 @@ class Job(Future[Any]):
         self.seconds_waited = 0.0
         self.cancelled_by: CancelledBy | None = None
         self.refused: BaseException | None = None
-        self.process = os.getpid()  # in a child of which no thread will run it
+        self.process = os.getpid()  # in a child process no thread will run it
         self.thread: threading.Thread | None = None  # will run it, once it is queued
         self._work: Callable[[Job], Any] | None = work
         self.deliver, self.submit, self._abandoned, self._told_to_stop = deliver, submit, abandoned, told_to_stop
@@ -552,7 +552,7 @@ class Worker:
                     run = Job.run if self.batch is None or job.request is None else self.batch
                     run(job)
                     self.running.clear()
-                    del job  # at once: whoever waited for it may drop what it holds
+                    del job  # at once: its waiter may drop what it holds
                 self.idle.renew(after_job=True)
             elif self.queue.ended:
                 break

@@ -63,7 +63,7 @@ class ToolResultBlock(Body):
 
 class ThinkingBlock(Body):
     type: str
-    thinking: str = ""  # nobody but who encrypted it reads what is redacted
+    thinking: str = ""  # what is redacted only its encrypter can read
 
 
 class AnthropicMessage(Body):

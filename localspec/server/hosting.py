@@ -286,7 +286,7 @@ class Host:
         opening, load, trained = self.opening, self.opening.load, file.n_ctx_train or USUAL_CTX
         if file.embeds:
             n_ctx, sizes = min(load.n_ctx or MAX_CTX, trained), file.sizes
-            # A text is one pass, every token of which looks at all others.
+            # A text is one pass; every token of it attends to all others.
             n_bytes = sizes.n_bytes + 4 * n_ctx * (3 * sizes.n_ff + 5 * sizes.n_embd + sizes.n_head * n_ctx)
             needed = Space(0, n_bytes) if self.memory.gpu else Space(n_bytes)
             return LoadPlan(replace(load, n_ctx=n_ctx), needed=needed)

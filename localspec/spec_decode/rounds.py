@@ -28,8 +28,8 @@ class DraftToken:
 class Draft(list[DraftToken]):
     """The draft tokens of one round; empty means plain decoding.
 
-    A chain, each token behind the one before it, unless ``add`` makes it branch: then it is a tree, of which the target
-    accepts one path.
+    A chain, each token behind the one before it, unless ``add`` makes it branch: then it is a tree, and the target
+    accepts one path of it.
     """
 
     branches = False

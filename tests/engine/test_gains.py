@@ -55,7 +55,7 @@ def open_with(tiny: TinyFiles, draft: str = "auto", **options: Any) -> tuple[lis
 def test_a_draft_model_that_cannot_pay_is_left_out_and_then_not_even_loaded(tiny: TinyFiles, loads: list[str]) -> None:
     calibrate(tiny, DEAR)
     name = tiny.quick.draft.name
-    left_out = f"{name} is left out: beside copying from the text it saves nothing of a typical answer's time here; "
+    left_out = f"{name} is left out: beyond copying from the text it saves nothing of a typical answer's time here; "
     for times_loaded in (1, 1):
         assert open_with(tiny) == (["ngram"], [f"{left_out}--draft names it all the same"])
         assert loads == [name] * times_loaded

@@ -161,7 +161,7 @@ def compiled_record() -> dict[str, Any] | None:
 
 
 RECORD = "build.json"
-KERNELS = ("k_quants.h", "attention_of_one.h")  # beside this module: ours, which are compiled into it
+KERNELS = ("k_quants.h", "attention_of_one.h")  # in this folder: ours, which are compiled into it
 
 
 def compiled_kernels(folder: Path | None = None) -> str | None:

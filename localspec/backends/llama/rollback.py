@@ -36,7 +36,7 @@ class Rollback:
     def __init__(self, model: LlamaWeights, passes: LlamaPasses) -> None:
         self._model, self._passes = model, passes
         self._checkpoint: tuple[int, Bytes] | None = None  # after how many tokens, and the state then
-        self._n_undoable = 0  # tokens of the last pass of which there are snapshots
+        self._n_undoable = 0  # tokens of the last pass that have snapshots
 
     def begin_pass(self, n_past: int, n: int) -> None:
         """n tokens will be fed behind ``n_past``."""

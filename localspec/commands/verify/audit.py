@@ -175,7 +175,7 @@ class Audit:
             yield self._arm([self.adversary], self.reach)
         yield self._arm([NearMisses(self.target.n_vocab, 2)], 2)
         if self.context.can_branch and not (is_quick and number):
-            # What is accepted lies in the branch, beside a chain that is always wrong.
+            # What is accepted lies in the branch; the chain is always wrong.
             beside = [NearMisses(self.target.n_vocab, 2), self.beside]
             yield AuditArm("branches", beside, FixedController(2, branches=self.reach))
 
@@ -335,7 +335,7 @@ class Audit:
                 right = token.id if params.seed is None else p.sample(Noise(params.seed), len(settled), STREAM_TARGET)
                 right = p.argmax() if params.greedy else right
                 if token.id != right:
-                    rule = "the row computed for it says" if params.greedy else "the seed draws, from the row at hand,"
+                    rule = "the row computed for it says" if params.greedy else "the seed draws, from this row,"
                     edited = edit_logits(row, settled, params)
                     margin, position = float(edited[right]) - float(edited[token.id]), len(settled) - n_prompt
                     evidence = (

@@ -78,8 +78,8 @@ class KeptRow:
         return Deviation(max(rms, 1e-12), swing, kl, int(np.argmax(row)) != self.best)
 
     def near(self, top: Sequence[tuple[int, float]], argmax: int) -> Deviation:
-        """Compare another computation of which only the top tokens with logprobs, which differ from logits by one
-        number, and the argmax are known."""
+        """Compare another computation, known only by its argmax and its top tokens with logprobs, which differ from
+        logits by one number."""
         logits = dict(zip(self.ids.tolist(), self.logits.tolist(), strict=True))
         change = np.array([value - logits[token] for token, value in top if token in logits] or [0.0])
         rms, swing = float(change.std()), float(np.abs(change - change[0]).max())

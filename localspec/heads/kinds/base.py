@@ -82,7 +82,7 @@ class PublishedHead:
         )
 
     def misfit(self, target: TargetFacts, vocab: Vocab, kept: Mapping[bool, KeysAndValues]) -> str:
-        """Why it cannot draft for a target, of which ``kept`` is what is ``readable``, in a clause; "" where it can."""
+        """Why it cannot draft for a target with the ``readable`` values ``kept``, in a clause; "" where it can."""
         if self.n_target != target.n_embd:
             return f"it needs a target with states of {self.n_target} channels, but {target.name} has {target.n_embd}"
         deepest = max((int(tap.removeprefix("layer:")) for tap in self.taps if tap.startswith("layer:")), default=-1)

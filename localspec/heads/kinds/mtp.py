@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction as heads, in a model's own file or beside it; see ``model_files.nextn``.
+"""Layers for multi-token prediction as heads, in a model's own file or a second one; see ``model_files.nextn``.
 
 Of Gemma 4 they are a file of some layers that attend to the keys and values of their target's last ones.
 """

@@ -6,8 +6,8 @@ rows up to p and its own chain's rows, and no other chain's.
 
 The loss is the cross entropy against the target's own distribution, -Σ p(x) log q(x) over the kept x: the likeliest ids
 that the shards keep and the trimmed vocabulary has. A class for the rest would train the head to spread probability
-over tokens that are never its best guess. log q is taken over those tokens and a sample of the others, each of which
-stands for several in the sum (Jean et al. 2015, arXiv:1412.2007).
+over tokens that are never its best guess. log q is taken over those tokens and a sample of the others;
+each of these stands for several in the sum (Jean et al. 2015, arXiv:1412.2007).
 """
 
 from __future__ import annotations

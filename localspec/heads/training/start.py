@@ -139,7 +139,7 @@ _OUTLIER = 4.0  # the first tokens of texts have states forty times as long as o
 def start(file: GGUFFile, card: HeadCard, embed: Embed, passages: Sequence[Passage], seed: int) -> Start:
     """Fit a head to examples as far as that has a closed form; ``embed`` as for ``Trainer``.
 
-    Memory: 16 bytes for each pair of inputs, of which there are (taps + 1) n_embd, and a tenth of a gigabyte.
+    Memory: 16 bytes for each pair of the (taps + 1) n_embd inputs, and a tenth of a gigabyte.
     """
     rng, sizes = np.random.default_rng(seed), _sizes(card, embed, passages)
     norm = tensor_rows(file, "output_norm.weight", slice(0, 1))[0]

@@ -49,7 +49,7 @@ class DrafterInfo:
 
     source: str  # its name in rounds and statistics: ``model``, ``ngram``, …
     name: str = ""  # what ``--draft`` calls it, where it loads no model; "" is its source
-    runs_model: bool = False  # a draft token takes a pass of a model, of which there is a cost model; else nothing
+    runs_model: bool = False  # a draft token takes a pass of a model, which has a cost model; else nothing
     copies: bool = False  # it copies what it has read; an unsure copy can give way to a model's token
     one_pass: bool = False  # a pass of its model makes all of a draft, and not one token of it
     rows_of_draft: bool = False  # that pass has a row for each draft token, and costs as many; else it is one size

@@ -321,7 +321,7 @@ def write_segment(file: BinaryIO, path: Path, texts: Sequence[tuple[TextFile, To
 
 
 def _buckets(counts: Places, size: int) -> list[tuple[int, int]]:
-    """Ranges of tokens of which there are about as many as ``size``."""
+    """Ranges of about ``size`` tokens."""
     ends = np.searchsorted(np.cumsum(counts), np.arange(0, counts.sum(), size) + size, side="left") + 1
     edges = [0, *np.unique(ends).clip(max=len(counts)).tolist(), len(counts)]
     return [(low, high) for low, high in pairwise(edges) if counts[low:high].any()]

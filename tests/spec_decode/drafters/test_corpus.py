@@ -339,7 +339,7 @@ def test_files_are_read_while_nobody_waits(tiny: TinyFiles, tmp_path: Path, monk
 
     with LLM(tiny.quick.target, None, draft_length=4, backend="reference", n_ctx=256) as llm:
         llm.run(change)
-        assert any("1 files" in line and "while nobody waits" in line for line in llm.warnings)
+        assert any("1 files" in line and "in idle time" in line for line in llm.warnings)
         assert llm.wait_idle(60)
         index = llm.run(lambda pair: pair.state.free[0].index)  # type: ignore[attr-defined]
         n_before = index.n_tokens
