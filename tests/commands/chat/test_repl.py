@@ -193,6 +193,8 @@ def test_nothing_runs_over_the_edge_and_no_colour_is_where_none_is_wanted(open_c
     screen = terminal.type("/nonsense", "as text)")
     error = " ".join(screen[screen.rindex("localspec:") :].split())
     assert error.startswith("localspec: no command /nonsense: /help lists the commands (start the line with a space to")
+    terminal.type("/view reading", "view: reading")
+    terminal.type("again", lambda s: s.count("too.") == 2 and is_at_empty_prompt(s))
     assert not re.search(COLOUR, terminal.screen(escapes=True))
 
 
@@ -204,7 +206,8 @@ def test_several_lines_history_and_completion(open_chat: Open, isolated_home: Pa
     terminal.keys("M-Enter")
     terminal.type("three", "> one\n. two\n. three\nHere is")
     terminal.at_empty_prompt()
-    terminal.type('"""/help is')
+    terminal.type('"""')
+    terminal.type("/help is")
     terminal.type("")
     terminal.type('a word"""', lambda s: s.count("too.") == 2 and is_at_empty_prompt(s))
     assert [turn["user"] for turn in terminal.saved()] == ["one \ntwo\nthree", "/help is\n\na word"]
