@@ -42,11 +42,27 @@ def stream(setter: Typesetter, text: str, seed: int) -> None:
     setter.finish()
 
 
-def test_code_is_left_as_a_terminal_would_print_it(tmp_path: Path) -> None:
-    """Lines of up to three rows; a real one leaves the last cell as it was before a wide character."""
-    rng = random.Random(3)
-    lines = ("    " * rng.randint(0, 3) + "".join(rng.choices("ab= 你好", k=rng.randint(0, 111))) for _ in range(15))
-    (tmp_path / "text").write_text("\n".join(["```", *lines, "```"]) + "\n")
+def code(columns: int, seed: int, alphabet: str) -> str:
+    """A code block with lines of up to three times the width of the screen."""
+    rng = random.Random(seed)
+    lines = (
+        "    " * rng.randint(0, 3) + "".join(rng.choices(alphabet, k=rng.randint(0, 3 * columns))) for _ in range(15)
+    )
+    return "\n".join(["```", *lines, "```"])
+
+
+@pytest.mark.parametrize("columns", [20, 37, 80])
+def test_code_is_left_as_a_terminal_would_print_it(columns: int) -> None:
+    text = code(columns, 0, "abc_()= ")
+    paper, plain = Paper(columns), Emulator(columns)
+    stream(paper.setter, text, 0)
+    plain.feed(text.replace("\n", "\r\n"))
+    assert paper.text() == plain.text()
+
+
+def test_wide_characters_in_code_on_a_real_terminal(tmp_path: Path) -> None:
+    """A real one leaves the last cell as it was before a wide character."""
+    (tmp_path / "text").write_text(code(37, 3, "ab= 你好") + "\n")
     script = (
         "import sys; from tests.commands.chat import test_typesetter as t\n"
         "from localspec.commands.chat.screen import ChatScreen\n"
