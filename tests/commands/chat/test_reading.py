@@ -64,11 +64,11 @@ SIZES = [(80, 24), (33, 10), (12, 7), (40, 3)]
 class Terminal(Emulator):
     """A reading view on an emulated screen; every round is drawn."""
 
-    def __init__(self, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch, *, folded: bool = False) -> None:
+    def __init__(self, columns: int, rows: int, monkeypatch: pytest.MonkeyPatch, **look: bool) -> None:
         monkeypatch.setattr(screen_module, "PAUSE", -1.0)
         super().__init__(columns, rows)
         self.stats = SpecStats()
-        shown_on = self.chat_screen(folded=folded)
+        shown_on = self.chat_screen(**look)
         self.view = ReadingView(shown_on, self.stats)
         shown_on.wait("reading")
         self.update()
@@ -153,6 +153,15 @@ def test_a_window_that_is_resized_gets_whole_lines_of_the_new_width(monkeypatch:
     shown = terminal.finish()
     numbers = [int(n) for line in shown for n in re.findall(r"^line_(\d+) =", line)]
     assert numbers[-20:] == list(range(20, 40))
+
+
+def test_without_colours_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(70, 20, monkeypatch, colour=False)
+    terminal.say("`code` and **bold**\n\n```python\nif True: pass\n```\n")
+    terminal.view.finish()
+    written = terminal.written + terminal.file.getvalue()
+    assert "\x1b[1m" in written
+    assert not re.search(r"\x1b\[(?:[0-9;]*;)?(3[0-7]|4[0-7]|9[0-7])m", written)
 
 
 def test_nothing_of_a_text_is_lost_between_blocks() -> None:

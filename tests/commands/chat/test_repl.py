@@ -193,8 +193,6 @@ def test_nothing_runs_over_the_edge_and_no_colour_is_where_none_is_wanted(open_c
     screen = terminal.type("/nonsense", "as text)")
     error = " ".join(screen[screen.rindex("localspec:") :].split())
     assert error.startswith("localspec: no command /nonsense: /help lists the commands (start the line with a space to")
-    terminal.type("/view reading", "view: reading")
-    terminal.type("again", lambda s: s.count("too.") == 2 and is_at_empty_prompt(s))
     assert not re.search(COLOUR, terminal.screen(escapes=True))
 
 
