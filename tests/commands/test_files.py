@@ -13,12 +13,9 @@ import pytest
 from filelock import FileLock
 
 from localspec.commands import files
-from localspec.commands.files import list_command
 from localspec.heads.card import CurvePoint, Training
 from localspec.heads.file import engine_folder, heads_folder
 from localspec.model_files.catalog import Catalog, Entry, part_names
-from localspec.model_files.gguf import GGUFFile
-from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.sources import parts_folder
 from localspec.system.files import home, models_dir
 from localspec.system.machine import SystemMemory
@@ -26,7 +23,7 @@ from tests.conftest import TinyFiles
 from tests.model_files.test_catalog import put
 from tests.support import ggufs
 from tests.support.heads import write_random_head
-from tests.support.program import assert_one_line, localspec
+from tests.support.program import Stream, assert_one_line, localspec
 from tests.support.standin import Server
 
 CATALOG = Catalog.load()
@@ -83,23 +80,15 @@ def test_list_shows_what_is_here_and_all_with_what_fits(monkeypatch: pytest.Monk
     assert re.search("~4.68 GB +too big", lines["qwen2.5-coder-7b"])
     assert lines["qwen2.5-coder-1.5b"][fits:].startswith("fits")
     order = list(lines)
+    assert order[1] == "smollm2-135m", "what is here is first"
     for entry in CATALOG.values():
         for head in entry.heads[:1]:
             assert lines[head].startswith("  ")
             models = [name for name in order[: order.index(head)] if not lines[name].startswith("  ")]
             assert head in CATALOG[models[-1]].heads
-
-
-def test_list_shows_first_what_is_here_and_fits_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    put(SMOL)
-    put(CATALOG["gemma3-270m"])
-    assert list_command(everything=True) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(len(line) for line in lines if not line.startswith("folder:")) <= 80
-    here = [" yes " in line for line in lines[1 : len(CATALOG)] if line and not line.startswith("  ")]
-    assert (here[:2], any(here[2:])) == ([True, True], False)
+    monkeypatch.setattr(Stream, "isatty", lambda self: True)
+    assert max(len(line) for line in out("list", "--all").splitlines() if not line.startswith("folder:")) <= 80
 
 
 def test_rm_removes_the_model_its_pieces_and_what_was_made_of_it() -> None:
@@ -193,12 +182,17 @@ def test_inspect(tiny: TinyFiles) -> None:
     assert (facts["architecture"], facts["bytes"]) == ("llama", tiny.bpe.stat().st_size)
     assert (facts["cannot_generate_text"], facts["vocabulary"]["n_tokens"]) == (None, 384)
     assert set(facts["bytes_by_tensor_type"]) == {"F32", "Q8_0"}
-    # 2 layers, 2 heads for keys and values of 32 each, 2 bytes
-    assert facts["memory"]["kv_bytes_per_token"] == 2 * 2 * (32 + 32) * 2
-    assert facts["memory"]["contexts"] == [
-        {"n_ctx": 2048, "kv_bytes": 2048 * 512, "kv_bytes_window_only": 2048 * 512,
-         "total_bytes": 2048 * 512 + facts["bytes"]}
-    ]  # fmt: skip
+
+
+def test_inspect_says_what_a_context_takes(tiny: TinyFiles) -> None:
+    """Keys and values of one or two heads a layer, 32 numbers of 2 bytes each; some look at a window of 32 tokens."""
+    for path, per_layer, n, n_windowed in ((tiny.bpe, 256, 2, 0), (tiny.sliding, 128, 6, 5), (tiny.recurrent, 0, 0, 0)):
+        facts = json.loads(out("inspect", path, "--json"))
+        memory, (at,) = facts["memory"], facts["memory"]["contexts"]
+        assert (memory["recurrent"], memory["windowed_layers"]) == (path == tiny.recurrent, n_windowed)
+        assert (memory["kv_bytes_per_token"], at["kv_bytes"]) == (n * per_layer, at["n_ctx"] * n * per_layer)
+        assert at["kv_bytes"] - at["kv_bytes_window_only"] == n_windowed * per_layer * (at["n_ctx"] - 32 - 256)
+        assert at["total_bytes"] == at["kv_bytes"] + facts["bytes"]
 
 
 def test_what_cannot_be_inspected_or_answer(tmp_path: Path, tiny: TinyFiles) -> None:
@@ -210,19 +204,6 @@ def test_what_cannot_be_inspected_or_answer(tmp_path: Path, tiny: TinyFiles) -> 
     assert not set(out("inspect", evil)) & {"\x1b", "\x07"}
     for path, said in ((tiny.embedding, "embedding model"), (tiny.tokenizer_only, "no weights")):
         assert said in out("inspect", path)
-
-
-def test_cache_memory_of_windows_and_states(tiny: TinyFiles) -> None:
-    with GGUFFile(tiny.sliding) as file:
-        shape, n_layer = kv_shape(file), file.field("block_count")
-        per_layer = file.field("attention.head_count_kv") * 2 * file.field("attention.key_length") * 2
-    n_windowed = sum(shape.windowed)
-    assert (shape.bytes(1000), n_windowed > 0) == (n_layer * per_layer * 1000, True)
-    windowed = per_layer * ((n_layer - n_windowed) * 1000 + n_windowed * (32 + 256))
-    assert shape.bytes(1000, only_window=True) == windowed
-    with GGUFFile(tiny.recurrent) as file:
-        shape = kv_shape(file)
-    assert (shape.recurrent, shape.bytes(1000)) == (True, 0)
 
 
 CURVE = tuple(CurvePoint(1000 * i, i / 2, {"code": (i / 100, i / 200), "chat": (0.3,)}) for i in range(1, 31))

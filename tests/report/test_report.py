@@ -7,16 +7,12 @@ import re
 from html import unescape
 from xml.etree import ElementTree
 
-import pytest
-
 from localspec.report.model import Facts, Figure, Finding, Findings, KeyFigure, KeyFigures, Report, Table, Text
 from localspec.report.renderers import Screen, html, markdown
 from localspec.report.svg import Axis, Drawing, Point, Scale, Series, asset, chart, ticks
 from localspec.system.terminal import width
 
 HOSTILE = "<b onclick=x>&\x1b[2J\u202egnp | `x`"
-TABLE = Table("Speed", ["what", "tok/s", "speed"], [["all", "10.0", "×1.20"], ["code", "9.5", "×0.90"]], "a note",
-              styles={0: "strong", 1: "bad"})  # fmt: skip
 
 
 def plot(name: str = "model") -> Drawing:
@@ -30,10 +26,10 @@ def everything(name: str = "a model") -> Report:
         Facts({"machine": f"cpu of {name}"}),
         KeyFigures([KeyFigure("auto", "×1.20", f"auto is faster on {name}", "ok")]),
         Text(f"careful with {name}", "note"),
-        TABLE,
-        Figure("A plot", plot, "what it shows"),
+        Table(f"Speed of {name}", ["what", "tok/s"], [[name, "×1.20"]], f"a note on {name}", styles={0: "bad"}),
+        Figure(f"A plot of {name}", lambda: plot(name), f"what {name} shows"),
         Figure("", plot, "its neighbour"),
-        Figure("", plot, summary="more of it"),
+        Figure("", plot, summary=f"more of {name}"),
         Findings("Checks", [Finding("fail", name, "does not fit", "take a smaller one"), Finding("ok", "cpu", "fine")]),
         Text("how it was measured", "small"),
     ]
@@ -61,7 +57,7 @@ def test_all_is_in_every_rendering() -> None:
     assert "-> take a smaller one" in ascii_only
     assert page.count("<svg") == 3
     assert page.count('<div class="pair">') == 1, "figures without a title of their own stand side by side"
-    assert "<details><summary>more of it</summary>" in page
+    assert "<details><summary>more of a model</summary>" in page
 
 
 def test_names_are_shown_and_not_obeyed() -> None:
@@ -69,8 +65,7 @@ def test_names_are_shown_and_not_obeyed() -> None:
     shown, text, page = on_screen(report), markdown(report), html(report)
     assert not {"\x1b", "\u202e"} & set(shown + text + page)
     assert "&lt;b onclick=x&gt;&amp;␛[2J" in page
-    assert "&lt;b onclick" in (svg := plot(HOSTILE).svg())
-    assert ["<b onclick" in each for each in (shown, page, svg)] == [True, False, False]
+    assert ["<b onclick" in each for each in (shown, page)] == [True, False]
 
 
 def test_the_page_lets_the_browser_load_nothing_and_markdown_tables_have_one_width() -> None:
@@ -95,13 +90,12 @@ def test_a_narrow_screen_leaves_out_the_last_columns() -> None:
     assert "1234" in long
 
 
-@pytest.mark.parametrize("n", [1, 4, 9])
-def test_charts_are_well_formed_and_keep_their_legend_inside(n: int) -> None:
-    series = [Series(f"series number {i}", [Point(1, 0.5)]) for i in range(n)]
+def test_charts_are_well_formed_and_keep_their_legend_inside() -> None:
+    series = [Series(f"series number {i}", [Point(1, 0.5)]) for i in range(9)]
     drawing = chart("Many", Axis("x", 0, 2), Axis("y", 0, 1), series)
     root = ElementTree.fromstring(drawing.svg(alone=True))
     legend = [each for each in root.iter() if each.tag.endswith("text") and (each.text or "").startswith("series")]
-    assert len(legend) == n
+    assert len(legend) == 9
     assert all(float(each.attrib["x"]) + 6.6 * len(each.text or "") < drawing.width for each in legend)
     assert "--s0" in next(each.text for each in root.iter() if each.tag.endswith("style"))
 

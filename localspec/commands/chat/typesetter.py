@@ -239,8 +239,16 @@ class Typesetter:
         return [self._painted(row, columns) for row in done]
 
     def _painted(self, row: Sequence[StyledText], columns: int) -> str:
-        rest = _ERASE_LINE if _cells(row) > columns and _last_column(row, columns) < columns else ""
-        return self._paper.painted(row) + rest
+        """A row; where the terminal breaks it, what stands in the cells that stay free is erased."""
+        shown, column, rest = list[StyledText](), 0, ""
+        for char, style in row:
+            cells = char_width(char)
+            if column + cells > columns:  # a wide character leaves the last cell free
+                shown += [(_ERASE_LINE, style)] * (column < columns)
+                column, rest = 0, _ERASE_LINE
+            column += cells
+            shown.append((char, style))
+        return self._paper.painted(shown) + (rest if column < columns else "")
 
 
 def _cells(row: Iterable[StyledText]) -> int:
@@ -249,8 +257,10 @@ def _cells(row: Iterable[StyledText]) -> int:
 
 def _last_column(row: Iterable[StyledText], columns: int) -> int:
     """Cells in the last row of a row that the terminal breaks."""
-    cells = _cells(row)
-    return (cells - 1) % columns + 1 if cells else 0
+    column = 0
+    for cells in (char_width(char) for char, _ in row):
+        column = cells if column + cells > columns else column + cells
+    return column
 
 
 def _wrapped(line: Sequence[StyledText], columns: int, goes_on: bool) -> list[list[StyledText]]:

@@ -1,4 +1,7 @@
-"""The page of ``localspec bench`` in a real Chromium: it shows everything, reaches for nothing, and fits any window."""
+"""The page of ``localspec bench`` in a real Chromium: it shows everything, reaches for nothing, and fits any window.
+
+That names are shown and not obeyed is tested with every part that a report may have.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,16 @@ from localspec.commands.bench.report import bench_report
 from localspec.commands.bench.results import analyse
 from localspec.report.renderers import html
 from tests.commands.bench.test_bench import SETTINGS, answer, run_of, sitting
-from tests.commands.replay.test_replay_page import HOSTILE, Tab
+from tests.commands.replay.test_replay_page import Tab
 from tests.support.browsing import PATIENCE
 
 ARMS = ["plain", "auto", "model:4"]
 
 
-def record(hostile: str = "") -> Record:
+def record() -> Record:
     """A run of two categories and three arms, with everything that a page can show."""
     samples = []
     for i in range(14):
-        category = f"{('code', 'chat')[i % 2]}{hostile}"
         for arm, gain in zip(ARMS, (1.0, 1.4 + 0.02 * i, 0.8), strict=True):
             drafted = {} if arm == "plain" else {
                 "num_rounds": 5, "num_draft_tokens": 8, "num_accepted_tokens": 5, "drafted_per_position": [5, 3],
@@ -35,36 +37,30 @@ def record(hostile: str = "") -> Record:
                 "judged": [["model", 0, 0.1 * (k + 0.5), k % 2] for k in range(10)],
                 "rounds": [[5.0, 60.0 / gain, 0.3, 2, 1, 2]] * 5,
             }  # fmt: skip
-            samples.append(answer(f"q{i}{hostile}", arm, 10 * gain, category=category, **drafted))
-    models = [ModelFile("target", f"target{hostile}", f"t{hostile}.gguf", 1000, "0" * 64, 10),
+            samples.append(answer(f"q{i}", arm, 10 * gain, category=("code", "chat")[i % 2], **drafted))
+    models = [ModelFile("target", "target", "t.gguf", 1000, "0" * 64, 10),
               ModelFile("model", "draft", "d.gguf", 100, "1" * 64, 10)]  # fmt: skip
     times = {width: 40.0 + 8.0 * width for width in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)}
-    engine = Engine("reference", f"v{hostile}", "cpu", 2, 64, models, ["model"], times, {"model": 10.0}, "now")
+    engine = Engine("reference", "v", "cpu", 2, 64, models, ["model"], times, {"model": 10.0}, "now")
     settings = replace(SETTINGS, arms=ARMS)
-    return run_of(
-        samples, engines=[engine], settings=settings, sessions=[sitting(command=f"x{hostile}", throttled=True)]
-    )
-
-
-def write(path: Path, found: Record) -> Path:
-    path.write_text(html(bench_report(found, analyse(found))), encoding="utf-8")
-    return path
+    return run_of(samples, engines=[engine], settings=settings, sessions=[sitting(throttled=True)])
 
 
 @contextmanager
 def opened(browser: Any, path: Path, width: int = 1180, scheme: str = "light") -> Iterator[Any]:
     """A page that asks for nothing and complains about nothing."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    context.set_default_timeout(PATIENCE)
-    tab = Tab(context.new_page()).open(path)
+    tab = Tab(browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)).open(path)
+    tab.page.set_default_timeout(PATIENCE)
     yield tab.page
-    context.close()
+    tab.page.close()
     assert (tab.addresses, tab.complaints) == ([], [])
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("page") / "run.html", record())
+    path, found = tmp_path_factory.mktemp("page") / "run.html", record()
+    path.write_text(html(bench_report(found, analyse(found))), encoding="utf-8")
+    return path
 
 
 def test_every_plot_is_drawn_and_keeps_its_text_within(made: Path, browser: Any) -> None:
@@ -105,12 +101,3 @@ def test_it_fits_the_window_in_both_schemes_and_opens_by_keyboard(
         page.locator("details summary", has_text="chat: q1").focus()
         page.keyboard.press("Enter")
         assert page.locator("details[open]", has_text="chat: q1").locator("svg").is_visible()
-
-
-def test_names_are_shown_and_not_obeyed(tmp_path: Path, browser: Any) -> None:
-    text = " ".join(HOSTILE)
-    with opened(browser, write(tmp_path / "run.html", record(text))) as page:
-        assert page.evaluate("window.hacked") is None
-        assert page.locator("script, img, textarea").count() == 0
-        shown = page.locator("h1").inner_text()
-        assert " ".join(text.replace("\u2028", "↵").split()) in " ".join(shown.split())

@@ -30,16 +30,9 @@ N_QUESTIONS, N_REPEATS, N_TOKENS = 9, 2, 20
 QUICKLY = ("--repeats", 1, "--max-tokens", 6)
 
 
-@pytest.fixture(scope="module")
-def warm_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is measured and checked once per file and engine is kept between these tests."""
-    return tmp_path_factory.mktemp("home")
-
-
 @pytest.fixture(autouse=True)
-def _in_warm_home(warm_home: Path, isolated_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the place of the test's own; and what others do is measured briefly."""
-    monkeypatch.setenv("LOCALSPEC_HOME", str(warm_home))
+def _briefly(measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others do is measured in less time."""
     busy = machine.busy_share
     monkeypatch.setattr(machine, "busy_share", lambda: busy(0.02))
 
@@ -80,15 +73,13 @@ def pair(tiny: TinyFiles) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(pair: list[str], tmp_path_factory: pytest.TempPathFactory, warm_home: Path) -> Path:
+def made(pair: list[str], tmp_path_factory: pytest.TempPathFactory, module_home: Path) -> Path:
     """A folder with everything that one run writes."""
     folder = tmp_path_factory.mktemp("run")
     questions = write_questions(folder / "questions.jsonl")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCALSPEC_HOME", str(warm_home))
-        out = [f"--{kind}={folder / f'run.{kind}'}" for kind in ("json", "markdown", "html", "svg")]
-        asked = ["--prompts", questions, "--arm", ",".join(ARMS[1:]), "--repeats", N_REPEATS, "--max-tokens", N_TOKENS]
-        assert bench(*pair, *asked, "--slice", 4, "--minutes", 60, *out)[0] == 0
+    out = [f"--{kind}={folder / f'run.{kind}'}" for kind in ("json", "markdown", "html", "svg")]
+    asked = ["--prompts", questions, "--arm", ",".join(ARMS[1:]), "--repeats", N_REPEATS, "--max-tokens", N_TOKENS]
+    assert bench(*pair, *asked, "--slice", 4, "--minutes", 60, *out)[0] == 0
     return folder
 
 
@@ -122,7 +113,10 @@ def test_tokens_are_those_of_the_rounds_and_all_arms_say_the_same(measured: Reco
     assert all(row.n_same == row.n_compared == row.n_samples for row in analyse(measured).rows)
 
 
-def test_doctor_can_say_afterwards_how_much_faster_auto_was(measured: Record, pair: list[str]) -> None:
+def test_doctor_can_say_afterwards_how_much_faster_auto_was(
+    measured: Record, pair: list[str], module_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALSPEC_HOME", str(module_home))
     found = last_bench(Path(pair[0]), measured.engines[0].version)
     rows = [row for row in analyse(measured).rows if row.arm == "auto"]
     assert found.speedups == {row.category: round(row.speedup.median, 3) for row in rows if row.speedup}
@@ -303,8 +297,6 @@ def test_a_complete_run_and_another_one_are_not_resumed(made: Path, tmp_path: Pa
         ("--max-tokens 5", "max tokens 20, now 5"),
         ("--arm auto,2", "arms"),
         ("--draft ngram", "no drafter 'model'"),
-        ("--temperature 1.0", "sampling"),
-        ("--category code", "categories"),
         ("--set report", "questions"),
         ("--ctx 64", "now [64]"),
     ):
@@ -325,7 +317,6 @@ def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path) -> None:
         good | {"seconds_verify": 10**400},
         good | {"rounds": [[1, 2, 3]]},
         good | {"arm": "7"},
-        {key: value for key, value in good.items() if key != "arm"},
     ]
     for content, said in (
         *((stored | {"samples": [sample]}, "is damaged: ") for sample in bad_samples),
@@ -338,7 +329,6 @@ def test_a_damaged_file_is_one_line(made: Path, tmp_path: Path) -> None:
         (stored | {"engines": []}, "is damaged: "),
         (stored | {"machine": {"features": [1]}}, "is damaged: "),
         (stored | {"machine": {"cores": "2"}}, "is damaged: "),
-        (stored | {"engines": [stored["engines"][0] | {"pass_ms": {"x": 1.0}}]}, "is damaged: "),
         (stored | {"engines": [stored["engines"][0] | {"pass_ms": {"1": 0.0}}]}, "is damaged: "),
     ):
         path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")

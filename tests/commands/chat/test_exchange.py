@@ -13,7 +13,6 @@ import pytest
 
 from localspec.commands.chat import chat as chat_module
 from localspec.commands.chat.chat import AttachedFile, with_files, without_files
-from localspec.commands.chat.prompt import is_open, unquoted
 from tests.commands.chat.conftest import Open, is_at_empty_prompt
 from tests.commands.chat.test_chat import Scripted
 from tests.conftest import TinyFiles
@@ -103,13 +102,6 @@ def test_a_message_from_the_editor(open_chat: Open, tmp_path: Path) -> None:
     terminal.keys("C-c")
     screen = terminal.type("typed in it", "> typed in it")
     assert re.search(r"[^-]\becho\b", screen.split("\necho ", 1)[1])
-
-
-def test_quotes() -> None:
-    assert all(is_open(text) and unquoted(text) == text for text in ('"""', '""""', '"""a'))
-    whole = {'"""a\nb"""': " a\nb", '"""\na\n"""  ': " a", '""""""': " ", 'say """x"""': 'say """x"""'}
-    assert {text: unquoted(text) for text in whole} == whole
-    assert not any(map(is_open, whole))
 
 
 @pytest.mark.parametrize("way", ["tmux", "OSC 52"])

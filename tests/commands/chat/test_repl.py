@@ -204,7 +204,8 @@ def test_several_lines_history_and_completion(open_chat: Open, isolated_home: Pa
     terminal.keys("M-Enter")
     terminal.type("three", "> one\n. two\n. three\nHere is")
     terminal.at_empty_prompt()
-    terminal.type('"""/help is')
+    terminal.type('"""')
+    terminal.type("/help is")
     terminal.type("")
     terminal.type('a word"""', lambda s: s.count("too.") == 2 and is_at_empty_prompt(s))
     assert [turn["user"] for turn in terminal.saved()] == ["one \ntwo\nthree", "/help is\n\na word"]

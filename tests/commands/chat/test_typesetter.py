@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from localspec.commands.chat.screen import TokensView
-from localspec.commands.chat.typesetter import Style, Typesetter, token_style
+from localspec.commands.chat.typesetter import Style, Typesetter
 from localspec.spec_decode.rounds import SpecStats
 from localspec.system.terminal import clip, on_one_line, visible, width
 from tests.support.emulator import Emulator
@@ -46,26 +46,23 @@ def code(columns: int, seed: int, alphabet: str) -> str:
     """A code block with lines of up to three times the width of the screen."""
     rng = random.Random(seed)
     lines = (
-        "    " * rng.randint(0, 3) + "".join(rng.choice(alphabet) for _ in range(rng.randint(0, 3 * columns)))
-        for _ in range(15)
+        "    " * rng.randint(0, 3) + "".join(rng.choices(alphabet, k=rng.randint(0, 3 * columns))) for _ in range(15)
     )
-    return "```\n" + "\n".join(lines) + "\n```"
+    return "\n".join(["```", *lines, "```"])
 
 
 @pytest.mark.parametrize("columns", [20, 37, 80])
-@pytest.mark.parametrize("seed", range(3))
-def test_code_is_left_as_a_terminal_would_print_it(columns: int, seed: int) -> None:
-    text = code(columns, seed, "abc_()= ")
+def test_code_is_left_as_a_terminal_would_print_it(columns: int) -> None:
+    text = code(columns, 0, "abc_()= ")
     paper, plain = Paper(columns), Emulator(columns)
-    stream(paper.setter, text, seed)
+    stream(paper.setter, text, 0)
     plain.feed(text.replace("\n", "\r\n"))
     assert paper.text() == plain.text()
 
 
 def test_wide_characters_in_code_on_a_real_terminal(tmp_path: Path) -> None:
-    # The emulator above puts half of a wide character into the last cell; real terminals take the next line.
-    text = code(37, 3, "ab= 你好")
-    (tmp_path / "text").write_text(text + "\n")
+    """A real one leaves the last cell as it was before a wide character."""
+    (tmp_path / "text").write_text(code(37, 3, "ab= 你好") + "\n")
     script = (
         "import sys; from tests.commands.chat import test_typesetter as t\n"
         "from localspec.commands.chat.screen import ChatScreen\n"
@@ -109,7 +106,6 @@ def test_prose_keeps_its_words_whole_and_in_order(columns: int, seed: int) -> No
         # A line that ends at the edge is followed by no empty one.
         ((10, 24), ["```\n", "0123456789", "\nx\n```"], f"{GHOST}\nstatus", "```\n0123456789\nx\n```"),
         ((10, 24), ["one word45", " next\n\n", "end"], f"{GHOST}\nstatus", "one word45\nnext\n\nend"),
-        ((10, 24), ["one word45 ", "\nend"], f"{GHOST}\nstatus", "one word45\nend"),
         # Prose after code is wrapped again.
         ((10, 24), ["```\nx\n```\n", "one two three"], f"{GHOST}\nstatus", "```\nx\n```\none two\nthree"),
         # A window too low shows none.
@@ -141,8 +137,6 @@ def test_every_source_has_its_own_colour_and_its_own_attribute() -> None:
     for colour in (True, False):
         paint = Emulator().chat_screen(colour=colour).paint
         assert len({paint("x", style) for style in kinds}) == len(kinds)
-    styles = {token_style("accepted", source) for source in ("model", "ngram", "head", "early-exit")}
-    assert (len(styles), token_style("bonus", "head")) == (3, Style.TARGET)
 
 
 def test_the_rejected_guess_is_seen_in_place_of_what_replaced_it_and_branches_apart() -> None:
