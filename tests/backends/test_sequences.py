@@ -47,10 +47,12 @@ def test_a_shared_prefix_takes_its_room_once(model: Model) -> None:
         assert batch.free_cells == 48
 
 
-def test_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
+def test_pieces_and_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
     batch[0].decode(some_tokens(500), "none")
     batch[1].decode(some_tokens(6), "none")
     state = batch[0].export_state()
+    with pytest.raises(ContextFull, match="6 are free and 7 more"):
+        batch.decode([Piece(0, [7] * 3), Piece(1, [7] * 4)])
     with pytest.raises(ContextFull, match="6 are free and 500 more"):
         batch[1].import_state(state)
     assert batch[1].n_past == 6
