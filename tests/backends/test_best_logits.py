@@ -71,17 +71,6 @@ def test_rows_hold_the_largest_logits(model: Model, n_best: int) -> None:
             assert context.n_past == len(text) + 5
 
 
-def test_whole_rows_come_as_before_in_between(context: Context, model: Model) -> None:
-    tokens = some_tokens(24)
-    expected = fresh_rows(model, tokens)
-    for start in range(0, 24, 6):
-        assert context.decode(tokens[start : start + 2], n_best=1).ids is not None
-        context.decode(tokens[start + 2 : start + 3], "none")
-        rows = context.decode(tokens[start + 3 : start + 6]).logits
-        assert rows.shape == (3, model.n_vocab)
-        assert np.abs(rows - expected[start + 3 : start + 6]).max() < 0.05
-
-
 def test_what_cannot_be_had_so_is_whole(context: Context, model: Model) -> None:
     n_before, most = 0, MOST_ROWS
     for n_tokens, n_best in ((most + 1, 1), (2, MOST), (2, model.n_vocab)):

@@ -22,7 +22,7 @@ from tests.fuzz.gguf_cases import Builder
 FIRST_TENSOR, NORM = 0.0, 0.09
 """Where the embedding and the first norm stand among the tensors."""
 
-U32, U64, TEXT, FLOAT = 4, 10, 8, 6
+U32, U64, TEXT, FLOAT, BOOL = 4, 10, 8, 6, 7
 EPSILON = "llama.attention.layer_norm_rms_epsilon"
 
 CASES: dict[str, list[Any]] = {
@@ -47,7 +47,14 @@ CASES: dict[str, list[Any]] = {
     "a norm with an epsilon under 0": [("set", EPSILON, (FLOAT, struct.pack("<f", -1.0)))],
     "a norm with an epsilon that is no number": [("set", EPSILON, (FLOAT, struct.pack("<f", math.nan)))],
     "an endless rope": [("set", "llama.rope.freq_base", (FLOAT, struct.pack("<f", math.inf)))],
+    "a rope that does not turn": [("number", "llama.rope.freq_base", 0)],
+    "a rope whose base is no number": [("set", "llama.rope.freq_base", (BOOL, b"\0"))],
     "heads that do not share evenly": [("number", "llama.attention.head_count_kv", 3)],
+    "heads that share no width": [("number", "llama.attention.head_count", 3)],
+    "heads of an odd width": [("number", "llama.attention.key_length", 15)],
+    "no heads": [("number", "llama.attention.head_count", 0)],
+    "no width": [("number", "llama.embedding_length", 0)],
+    "a width in words": [("set", "llama.embedding_length", (TEXT, struct.pack("<Q", 4) + b"many"))],
     "no layers": [("number", "llama.block_count", 0)],
     "no feed-forward channels": [("number", "llama.feed_forward_length", 0)],
     "a single number for the embedding": [("dims", FIRST_TENSOR, [])],
@@ -56,23 +63,31 @@ CASES: dict[str, list[Any]] = {
 }
 """Changes of a file of a byte-level model."""
 
+IN_PYTHON = {
+    "a norm that is F16",
+    "a merge of nothing",
+    "tensors anywhere",
+    "two equal tokens",
+    "tokens that are equal up to a zero byte",
+    "five tokens",
+    "a file type of 64 bits",
+}
 HARMLESS = {
     "llama-cpp": {"a norm that is F16", "no feed-forward channels", "a merge of nothing"},
     "ik-llama": {"no feed-forward channels", "a merge of nothing", "tensors anywhere"},
-    "mlx": {
-        "a norm that is F16",
-        "a merge of nothing",
-        "tensors anywhere",
-        "two equal tokens",
-        "tokens that are equal up to a zero byte",
-        "five tokens",
-        "a file type of 64 bits",
+    "mlx": IN_PYTHON,
+    "reference": IN_PYTHON
+    | {
+        "a type without blocks",
+        "more experts used than there are",
+        "no feed-forward channels",
+        "a name of two lines",
     },
 }
 """What an engine can do with all the same, or refuses for a reason of its own."""
 
 
-@pytest.fixture(scope="module", params=["ik-llama", "llama-cpp", "mlx"])
+@pytest.fixture(scope="module", params=["ik-llama", "llama-cpp", "mlx", "reference"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     open_backend(request.param)
     loaded = Engine(request.param, tmp_path_factory.mktemp("engine") / "log")

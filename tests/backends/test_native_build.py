@@ -10,8 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +27,8 @@ from localspec.engine.loading import compiled_offer
 from localspec.errors import EngineMismatch, EngineUnavailable
 from localspec.system.machine import cpu_features
 from tests.conftest import TinyFiles
-from tests.support.program import localspec
+from tests.support.program import apart, localspec
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the compiler's stand-in is a shell script"),
@@ -83,8 +82,7 @@ class Machine:
             "import sys\nfrom localspec.backends.llama.ik_llama import load\n"
             "with load(sys.argv[1]) as model:\n    print(model.engine)"
         )
-        command = [sys.executable, "-c", code, str(tiny.bpe)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return apart(code, tiny.bpe)
 
 
 @pytest.fixture
@@ -175,11 +173,8 @@ def test_an_interrupted_build_goes_on_and_is_not_used_before(machine: Machine) -
     machine.busy.touch()
     command = [sys.executable, "-m", "localspec", "engine", "build", "--force"]
     with subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
-        log, until = machine.folder / "build.log", time.monotonic() + 60
-        while not log.is_file() or "[1/2]" not in log.read_text():
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        log = machine.folder / "build.log"
+        wait_until(lambda: process.poll() is not None or (log.is_file() and "[1/2]" in log.read_text()))
         for other in (["build", "--force"], ["remove"]):
             assert "another process is compiling" in engine_command(*other, status=1)
         process.send_signal(signal.SIGINT)
@@ -193,36 +188,30 @@ def test_an_interrupted_build_goes_on_and_is_not_used_before(machine: Machine) -
     assert ik_llama.compiled_library() is not None
 
 
-def test_ctrl_c_does_not_wait_for_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_build, "_examine", signal.sigtimedwait)  # stands for minutes of passes
+COMPARING = """
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from localspec.backends import native_build
 
-    def press() -> None:
-        until = time.monotonic() + 30
-        while not psutil.Process().children() and time.monotonic() < until:
-            time.sleep(0.05)
-        time.sleep(2.0)
-        os.kill(os.getpid(), signal.SIGINT)
+def submit(pool, work, *given, submit=ProcessPoolExecutor.submit):
+    print(work.__name__, flush=True)
+    return submit(pool, work, *given)
 
-    started = time.monotonic()
-    threading.Thread(target=press, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        native_build._examined([signal.SIGUSR1], 60)  # type: ignore[arg-type]
-    assert time.monotonic() - started < 45
+ProcessPoolExecutor.submit = submit
+native_build._examine = signal.sigtimedwait  # stands for minutes of passes
+native_build._examined([signal.SIGUSR1], 600)
+"""
 
 
-def test_a_comparison_ends_with_the_program_that_began_it() -> None:
-    code = (
-        "import signal\nfrom localspec.backends import native_build\nnative_build._examine = signal.sigtimedwait\n"
-        "native_build._examined([signal.SIGUSR1], 20)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        until = time.monotonic() + 30
-        while len(children := psutil.Process(process.pid).children()) < 2:  # one keeps what they share
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        time.sleep(2.0)
-        process.kill()
-    _, left = psutil.wait_procs(children, timeout=30)
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_comparison_ends_with_the_program_that_began_it(end: int) -> None:
+    command = [sys.executable, "-c", COMPARING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert "sigtimedwait\n" in process.stdout
+        children = psutil.Process(process.pid).children()
+        process.send_signal(end)
+        assert process.wait(PATIENCE) == -end
+    _, left = psutil.wait_procs(children, PATIENCE)
     assert left == []
 
 
@@ -284,7 +273,7 @@ def test_qwen_is_the_same_on_what_is_really_compiled(
     assert done.returncode == 0, done.stderr
     assert "same best token at" in done.stdout
     # Where all tensors are K-quants, a token's logits do not depend on how many are verified beside it.
-    subprocess.run([sys.executable, "-c", WIDTHS, str(model)], env=environment, check=True)
+    apart(WIDTHS, model, **environment)
 
 
 WIDTHS = """

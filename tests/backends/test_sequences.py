@@ -25,26 +25,6 @@ def batch(model: Model) -> Iterator[SequenceBatch]:
 # Room.
 
 
-def test_the_room_is_one(model: Model) -> None:
-    with model.new_batch(3, 64, n_ctx=48) as batch:
-        assert (batch.n_cells, batch.n_ctx, batch[1].n_ctx, batch.free_cells) == (64, 48, 48, 64)
-        batch.decode([Piece(0, some_tokens(40), "none"), Piece(1, some_tokens(20), "none")])
-        for feed in (
-            lambda: batch[2].decode(some_tokens(5), "none"),
-            lambda: batch.decode([Piece(0, [7, 8]), Piece(1, [7]), Piece(2, [7, 8])]),
-        ):
-            with pytest.raises(ContextFull, match="3 sequences holds 64 tokens; 4 are free and 5 more do not fit"):
-                feed()
-        with pytest.raises(ContextFull, match="holds 48 tokens; 40 are used and 9 more"):
-            batch[0].decode(some_tokens(9), "none")
-        batch[1].close()
-        assert batch.free_cells == 24
-        with pytest.raises(Closed):
-            batch[1].decode([7])
-        check_next(model, batch[2], some_tokens(24, seed=4))
-        assert batch.free_cells == 0
-
-
 def test_a_shared_prefix_takes_its_room_once(model: Model) -> None:
     with model.new_batch(3, 96) as batch:
         batch[0].decode(some_tokens(40), "none")
@@ -67,19 +47,22 @@ def test_a_shared_prefix_takes_its_room_once(model: Model) -> None:
         assert batch.free_cells == 48
 
 
-def test_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
+def test_pieces_and_states_that_do_not_fit(model: Model, batch: SequenceBatch) -> None:
     batch[0].decode(some_tokens(500), "none")
     batch[1].decode(some_tokens(6), "none")
     state = batch[0].export_state()
+    with pytest.raises(ContextFull, match="6 are free and 7 more"):
+        batch.decode([Piece(0, [7] * 3), Piece(1, [7] * 4)])
     with pytest.raises(ContextFull, match="6 are free and 500 more"):
         batch[1].import_state(state)
     assert batch[1].n_past == 6
     batch[0].import_state(state)  # in its own place
     batch[0].truncate(300)
-    wrong = type(state)(state.tokens[:40], {name: array[:1] for name, array in state.arrays.items()})
-    with pytest.raises(EngineError):
-        batch[1].import_state(wrong)
-    assert (batch[1].tokens, batch.free_cells) == ([], 212)
+    for size in (1, -1, None):
+        arrays = {name: array[:size] for name, array in state.arrays.items()} if size else {}
+        with pytest.raises(EngineError):
+            batch[1].import_state(type(state)(state.tokens[:40], arrays))
+        assert (batch[1].tokens, batch.free_cells) == ([], 212)
     for i in range(2):
         check_next(model, batch[i], some_tokens(20, seed=i))
     batch[1].import_state(type(state)((), {}))
@@ -99,7 +82,9 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(model: Model) -> Non
             lambda: batch.decode([Piece(-1, [5])]): "not -1",
             lambda: batch.decode([Piece(0, [5, 384])]): r"0\.\.383",
             lambda: batch.decode([Piece(0, [5]), Piece(2, [5])]): "truncate them first",
-            lambda: batch.truncate(0, 10): "cannot truncate",
+            lambda: batch.truncate(0, 10): "cannot truncate 9 tokens",
+            lambda: batch[0].truncate(-1): "cannot truncate",
+            lambda: batch[0].decode([-1]): r"0\.\.383",
             lambda: batch.copy_prefix(0, 0, 5): "to itself",
             lambda: batch.copy_prefix(2, 1, 6): "cannot copy 6 of 5",
             lambda: batch.copy_prefix(0, 1, -1): "cannot copy -1",
@@ -127,6 +112,11 @@ def test_closing_a_batch_closes_its_sequences(
     """And takes none out of the memory first, which may be that of a device that is gone."""
     first = batch[0]
     batch.decode([Piece(0, [5, 6]), Piece(1, [7])])
+    state = first.export_state()
+    batch[1].close()
+    assert batch.free_cells == 510
+    with pytest.raises(Closed):
+        batch[1].decode([7])
     if isinstance(batch, LlamaSequences):
         monkeypatch.setattr(type(first), "empty", lambda self: pytest.fail("a sequence was taken out"))
     batch.close()
@@ -135,6 +125,8 @@ def test_closing_a_batch_closes_its_sequences(
         lambda: batch.decode([Piece(0, [5])]),
         lambda: batch[0],
         lambda: first.decode([5]),
+        first.export_state,
+        lambda: first.import_state(state),
         lambda: batch.copy_prefix(0, 1, 1),
         lambda: batch.truncate(0, 0),
     ):

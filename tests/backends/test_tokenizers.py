@@ -13,8 +13,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from localspec.errors import UnsupportedModel
 from localspec.model_files.gguf import GGUFFile
@@ -219,15 +217,6 @@ def test_sentencepiece_with_tokens_across_words(folder: Path) -> None:
     with Both(tiny_file(folder, vocab, "spm-across")) as both:
         both.check("a b a b  a ba b", *mixtures(200), *runs())
         assert vocab.id("a▁b") in both.ours.encode("xa b")
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.text(max_size=60) | st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
-@example("")
-@example("abababab<mark><mark>ab")
-def test_texts_that_hypothesis_makes(byte_level: Both, sentencepiece: Both, text: str) -> None:
-    byte_level.check(text)
-    sentencepiece.check(text)
 
 
 def test_special_tokens_swallow_blanks_where_the_model_is_a_phi_3(folder: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from localspec.system.steps import exhaust
 from tests.conftest import Backend, TinyFiles, open_backend
 from tests.support import ggufs
 from tests.support.gguf_vocabs import vocab_metadata
+from tests.support.program import apart
 
 
 @pytest.fixture
@@ -184,8 +183,8 @@ def test_checks_open_one_context_at_a_time_and_look_at_no_row_of_a_closed_one(
     reference: Backend, tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each holds room for logits, of which a GPU that is nearly full has little."""
-    decode, close, rows = ReferenceContext.decode, ReferenceContext.close, list[Any]()
-    opened, most = list[Any](), list[int]()
+    decode, close = ReferenceContext.decode, ReferenceContext.close
+    rows, opened = list[Any](), list[Any]()
 
     def noting(context: ReferenceContext, *given: Any) -> Forward:
         forward = decode(context, *given)
@@ -197,10 +196,10 @@ def test_checks_open_one_context_at_a_time_and_look_at_no_row_of_a_closed_one(
             each[:] = np.nan
         close(context)
 
-    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
+    def alone(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*given: Any, **options: Any) -> Any:
+            assert all(each.closed for each in opened)
             opened.append(make(*given, **options))
-            most.append(sum(not each.closed for each in opened))
             return opened[-1]
 
         return made
@@ -209,10 +208,9 @@ def test_checks_open_one_context_at_a_time_and_look_at_no_row_of_a_closed_one(
     monkeypatch.setattr(ReferenceContext, "close", spoiling)
     with reference.load(tiny.quick.target) as model:
         for name in ("new_batch", "new_context"):
-            monkeypatch.setattr(model, name, counted(getattr(model, name)))
+            monkeypatch.setattr(model, name, alone(getattr(model, name)))
         for check in (trust.check_model, trust.check_batch):
             assert check(model).mean_kl < 1e-6
-    assert max(most) == 1
 
 
 def test_a_file_is_checked_once_and_an_engine_that_fails_is_asked_again(
@@ -429,14 +427,6 @@ try:
 except LocalspecError as error:
     print(type(error).__name__, error)
 """
-
-
-def apart(code: str, *arguments: str | Path) -> str:
-    """What a process of its own prints, which an engine may take with it."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
 
 
 MANY = """

@@ -146,7 +146,7 @@ def test_the_default_pair_gives_way_where_memory_or_disk_is_short(monkeypatch: p
 # -- the environment --------------------------------------------------------------------------------------------------
 
 
-def test_home_and_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_home_offline_and_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for value, expected in (("", False), ("0", False), ("false", False), ("1", True), ("yes", True)):
         monkeypatch.setenv("LOCALSPEC_OFFLINE", value)
         assert offline() is expected
@@ -157,13 +157,6 @@ def test_home_and_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("LOCALSPEC_HOME", " ")
     assert home().name == "localspec"
     assert not (tmp_path / "h").exists()
-
-
-def test_source_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCALSPEC_SOURCE", raising=False)
-    assert source_order() == ("hf", "wheels")
-    monkeypatch.setenv("LOCALSPEC_SOURCE", "wheels")
-    assert source_order() == ("wheels", "hf")
     monkeypatch.setenv("LOCALSPEC_SOURCE", "floppy")
     with pytest.raises(UsageError, match="floppy"):
         source_order()

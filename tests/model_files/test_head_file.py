@@ -131,10 +131,7 @@ def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
 def test_models_and_heads_are_not_mistaken_for_each_other(tiny: TinyFiles, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="is not a head: its architecture is 'llama'"):
         read_card(tiny.bpe)
-    head = write_random_head(tiny.bpe, tmp_path / "head.gguf")
-    with GGUFFile(head) as file, pytest.raises(UnsupportedModel, match="a head that drafts for another model"):
-        file.check_generates_text()
-    card = read_card(write_random_head(tiny.pair.target, head, n_out=40))
+    card = read_card(write_random_head(tiny.pair.target, tmp_path / "head.gguf", n_out=40))
     with GGUFFile(tiny.pair.target) as file, GGUFFile(tiny.pair.draft) as other:
         assert card.misfit(TargetFacts.of(file, "another")) == ""
         assert "layers" in card.misfit(TargetFacts.of(other, "another"))

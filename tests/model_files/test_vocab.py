@@ -26,7 +26,7 @@ from tests.support.gguf_vocabs import (
     spm_vocab,
     with_tokens,
 )
-from tests.support.ggufs import write_tokenizer_only
+from tests.support.ggufs import write_llama, write_tokenizer_only
 
 
 def read(path: Path) -> Vocab:
@@ -58,17 +58,31 @@ def engine_view(name: str, path: Path) -> tuple[list[bytes], set[int]]:
         return pieces, {token for token in range(model.n_vocab) if is_eog(handle, token)}
 
 
+VOCABS = {
+    "every type": TinyVocab(
+        "llama",
+        ["<unk>", "<s>", "</s>", "<0x0A>", "▁a", "<tool>", "<mark>", "<unused0>", "<|end|>"],
+        [UNKNOWN, CONTROL, CONTROL, BYTE, NORMAL, USER_DEFINED, CONTROL, UNUSED, USER_DEFINED],
+        [0.0] * 9, bos=1, eos=2, unk=0, add_bos=True,
+    ),
+    # Whose messages do not end with <|end|>.
+    "Harmony": with_tokens(bpe_vocab(), "", control=["<|return|>", "<|call|>", "<|end|>", "<|channel|>"]),
+}  # fmt: skip
+
 # The vocabulary of the larger Qwen is compared with the smaller one's below.
 REAL = [pytest.param(name, marks=pytest.mark.real) for name in ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")]
 
 
 @pytest.mark.parametrize("engine", ["llama-cpp", "ik-llama"])
-@pytest.mark.parametrize("file", ["spm", "bpe", "sliding", *REAL])
+@pytest.mark.parametrize("file", ["spm", "bpe", "sliding", *VOCABS, *REAL])
 def test_equals_the_engines_on_every_token(
-    engine: str, tiny: TinyFiles, file: str, real_model: Callable[[str], Path]
+    engine: str, tiny: TinyFiles, file: str, real_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     open_backend(engine)
-    path = getattr(tiny, file, None) or real_model(file)
+    if file in VOCABS:
+        path = write_llama(tmp_path / "model.gguf", vocab=VOCABS[file])
+    else:
+        path = getattr(tiny, file, None) or real_model(file)
     vocab, (pieces, ends) = read(path), engine_view(engine, path)
     assert [i for i in range(vocab.n_tokens) if vocab.token_bytes(i) != pieces[i]] == []
     assert hasattr(tiny, file) or len(pieces) == vocab.n_tokens
@@ -84,50 +98,20 @@ def test_the_default_pair_shares_a_vocabulary(real_model: Callable[[str], Path])
     assert target.difference(other) == "token 0 is '!' in the target and '<|endoftext|>' in the draft"
 
 
-def test_special_ids_and_text(make: Callable[[TinyVocab], Vocab]) -> None:
-    source = spm_vocab()
-    vocab = make(source)
+def test_special_ids_and_what_a_file_gets_wrong(make: Callable[[TinyVocab], Vocab]) -> None:
+    vocab = make(spm_vocab())
     assert (vocab.bos, vocab.eos, vocab.eot, vocab.unk, vocab.pad) == (1, 2, 4, 0, None)
-    assert vocab.eog == {2, 4}
     assert vocab.add_bos
-    assert vocab.token_text(source.id("▁the")) == "▁the"
-    assert vocab.token_bytes(source.id("▁the")) == b" the"
-    assert vocab.token_bytes(source.id("<0xFF>")) == b"\xff"
-    assert vocab.token_bytes(source.id("éü")) == "éü".encode()
-    assert [vocab.token_bytes(i) for i in range(5)] == [b""] * 5
+    assert vocab.token_text(THE) == "▁the"
     assert vocab.token_bytes(vocab.n_tokens) == vocab.token_bytes(-1) == b""
     with pytest.raises(IndexError):
         vocab.token_text(vocab.n_tokens)
-
-
-TYPED = TinyVocab(
-    "llama",
-    ["<unk>", "<s>", "</s>", "<0x0A>", "▁a", "<tool>", "<mark>", "<unused0>", "<|end|>"],
-    [UNKNOWN, CONTROL, CONTROL, BYTE, NORMAL, USER_DEFINED, CONTROL, UNUSED, USER_DEFINED],
-    [0.0] * 9, bos=1, eos=2, unk=0, add_bos=True,
-)  # fmt: skip
-
-
-def test_what_each_type_of_token_adds_to_the_text(make: Callable[[TinyVocab], Vocab]) -> None:
-    vocab = make(TYPED)
-    assert [vocab.token_bytes(i) for i in range(9)] == [b"", b"", b"", b"\n", b" a", b"<tool>", b"", b"", b""]
-    assert [vocab.is_control(i) for i in range(9)] == [True, True, True, False, False, False, True, True, True]
-    assert vocab.eog == {2, 8}  # <|end|> ends a turn by its name, whatever its type
-
-
-def test_byte_level_tokens_and_what_a_file_gets_wrong(make: Callable[[TinyVocab], Vocab]) -> None:
+    vocab = make(VOCABS["every type"])
+    assert [i for i in range(9) if vocab.is_control(i)] == [0, 1, 2, 6, 7, 8]
     vocab = make(replace(bpe_vocab(), bos=10**6, eos=2**31))
-    assert {vocab.token_bytes(i) for i in range(256)} == {bytes([b]) for b in range(256)}
     assert (vocab.add_bos, vocab.bos, vocab.eos) == (False, None, None)
     with pytest.raises(UnsupportedModel, match="'klingon'"):
         make(replace(bpe_vocab(), model="klingon"))
-
-
-def test_harmony_messages_do_not_end_with_end(make: Callable[[TinyVocab], Vocab]) -> None:
-    names = ["<|return|>", "<|call|>", "<|end|>", "<|channel|>", "a"]
-    vocab = make(TinyVocab("gpt2", names, [CONTROL] * 4 + [NORMAL], merges=["a a"], eos=0))
-    assert vocab.eog == {0, 1}
-    assert vocab.token_bytes(3) == b"<|channel|>"
 
 
 # -- two vocabularies -------------------------------------------------------------------------------------------------

@@ -253,7 +253,8 @@ class Memories(RuleBasedStateMachine):
     @rule(i=where, n=width, logits=st.sampled_from(["all", "last", "none"]), seed=number)
     def feed_floats(self, i: int, n: int, logits: Any, seed: int) -> None:
         tokens = self.many(n, seed)
-        floats = self.embedding[tokens]  # type: ignore[index]
+        layout: Any = [np.ascontiguousarray, np.asfortranarray, np.float64, lambda rows: np.repeat(rows, 2, 0)[::2]]
+        floats = layout[seed % 4](self.embedding[tokens])  # type: ignore[index]
         forward = self.fed(i, tokens, lambda: self.contexts[i].decode_floats(floats, tokens, logits))
         if forward is not None:
             self.texts[i] += tokens

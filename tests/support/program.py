@@ -1,8 +1,9 @@
-"""The command line as a shell sees it, in this process."""
+"""The command line as a shell sees it, in this process; and Python in one of its own."""
 
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,6 +43,15 @@ def localspec(
         status = run([*map(str, arguments)])
     printed = [stream.detach().getvalue() for stream in (out, errors)]  # type: ignore[attr-defined]
     return subprocess.CompletedProcess(arguments, status, *printed)
+
+
+def apart(code: str, *arguments: str | Path, **environment: str) -> str:
+    """What a process of its own prints, which an engine may take with it."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = os.environ | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
 
 
 def assert_one_line(result: subprocess.CompletedProcess[bytes], status: int, *parts: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from localspec.system import machine
 from localspec.system.machine import CPUTimes, others_share, peak_memory_bytes
+from tests.support.program import apart
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 MIB, FREQUENCY = 1 << 20, "devices/system/cpu/cpu0/cpufreq"
@@ -117,8 +117,7 @@ def test_throttling(tmp_path: Path) -> None:
 def test_a_process_that_may_use_one_cpu_gets_one_thread() -> None:
     program = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); "
     program += "from localspec.system.machine import default_threads; print(default_threads())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    assert apart(program) == "1"
 
 
 @linux_only

@@ -6,20 +6,17 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 
 from localspec import LLM
-from localspec.backends.base import Forward
 from localspec.system import process as process_module
 from localspec.system.process import Courtesy, SharedLock, another_answers, answering
 from tests.conftest import TinyFiles
-from tests.support.waiting import PATIENCE, wait_until
+from tests.support.waiting import PATIENCE, Brake, wait_until
 
 ANSWERING = """
 import sys
@@ -79,21 +76,13 @@ def test_ones_own_answers_do_not_count_and_leave_nothing(isolated_home: Path) ->
 
 def test_an_llm_answers_while_it_answers(tiny: TinyFiles, measured_home: Path) -> None:
     mark = measured_home / "answering" / str(os.getpid())
-    go_on, n_rounds = threading.Event(), count()
     with LLM(tiny.quick.target, draft=None, backend="reference", n_ctx=128, idle=False) as llm:
-        decode = llm.inspect().context.decode
-
-        def held(tokens: Sequence[int], logits: Literal["all", "last", "none"] = "all", *args: Any) -> Forward:
-            if logits == "all" and next(n_rounds):
-                go_on.wait(60)
-            return decode(tokens, logits, *args)
-
-        llm.inspect().context.decode = held  # type: ignore[method-assign]
-        rounds = llm.rounds("la la la")
-        next(rounds)
-        assert mark.exists()
-        go_on.set()
-        rounds.close()
+        with Brake(llm, after=2) as brake:
+            rounds = llm.rounds("la la la")
+            next(rounds)
+            brake.wait()
+            assert mark.exists()
+            rounds.close()
         llm.run(lambda pair: None)
         assert llm.run(lambda pair: mark.exists())
     assert not mark.exists()
@@ -132,31 +121,23 @@ def test_courtesy_waits_until_it_was_quiet_for_a_while(isolated_home: Path, monk
 
 def test_many_share_a_lock_and_who_wants_it_alone_goes_before_later_ones() -> None:
     lock, order = SharedLock(), list[str]()
-    leave = threading.Event()
-    met = threading.Barrier(3)
 
-    def share() -> None:
-        with lock.shared():
-            met.wait(PATIENCE)  # all are within it at once
-            assert leave.wait(PATIENCE)
-            order.append("shared")
+    def take(held: AbstractContextManager[None], name: str) -> threading.Thread:
+        def work() -> None:
+            with held:
+                order.append(name)
 
-    def take(held: AbstractContextManager[None], name: str) -> None:
-        with held:
-            order.append(name)
-
-    sharing = [threading.Thread(target=share) for _ in range(2)]
-    for thread in sharing:
+        thread = threading.Thread(target=work)
         thread.start()
-    met.wait(PATIENCE)
-    wanting = threading.Thread(target=take, args=(lock.alone(), "alone"))
-    wanting.start()
-    wait_until(lambda: lock._n_alone, "it waits to have it alone")
-    later = threading.Thread(target=take, args=(lock.shared(), "later"))
-    later.start()
-    assert order == []
-    leave.set()
-    for thread in (*sharing, wanting, later):
+        return thread
+
+    with lock.shared():
+        take(lock.shared(), "shared").join(PATIENCE)
+        alone = take(lock.alone(), "alone")
+        wait_until(lambda: lock._n_alone, "it waits to have it alone")
+        later = take(lock.shared(), "later")
+        assert order == ["shared"]
+    for thread in (alone, later):
         thread.join(PATIENCE)
-    assert order == ["shared", "shared", "alone", "later"]
-    take(lock.alone(), "again")
+    take(lock.alone(), "again").join(PATIENCE)
+    assert order == ["shared", "alone", "later", "again"]

@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import signal
-import subprocess
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from localspec.server.app import ending_signals
 from localspec.system.files import write_atomically
 from localspec.system.terminal import moves_cursor
 from tests.conftest import TinyFiles
-from tests.support.program import localspec
+from tests.support.program import apart, localspec
 
 ON_LINUX = pytest.mark.skipif(sys.platform == "win32", reason="acts out what is real there")
 
@@ -200,7 +199,4 @@ def test_ik_llama_finds_ggml_where_a_library_shows_only_its_own_functions(tiny: 
     )
     for path in (package / "lib").glob("lib*"):
         (lib / path.name).symlink_to(path)
-    environment = os.environ | {"IK_LLAMA_CPP_LIB_PATH": str(next(lib.glob("libllama.*")))}
-    command = [sys.executable, "-c", LOAD, str(tiny.bpe)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["3", "3"], done.stderr
+    assert apart(LOAD, tiny.bpe, IK_LLAMA_CPP_LIB_PATH=str(next(lib.glob("libllama.*")))) == "3 3"

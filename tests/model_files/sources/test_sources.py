@@ -450,17 +450,4 @@ def test_kinds_of_sources_requirements_wheels_and_sizes(wheels: list[Path]) -> N
     assert sizes == ["0 B", "999 B", "1 kB", "999 kB", "1 MB", "1.12 GB", "19.9 GB"]
     kinds = {place["kind"] for each in catalog.Catalog.load().values() for place in each.sources}
     assert kinds == set(sources.NAMES) == set(sources.FETCH)
-
-
-# -- pull --check -----------------------------------------------------------------------------------------------------
-
-
-def test_a_check_asks_and_fetches_nothing(hub: Server) -> None:
-    assert sources.check(entry(HUB)) == len(CONTENT)
-    assert sources.check(entry(HUB, digest="")) == len(CONTENT)
     assert sources.check(entry(WHEELS)) is None
-    assert served(hub) == []
-    assert {method for method, _, _ in hub.requests} == {"HEAD"}
-    hub.digests = dict.fromkeys(hub.files, "ab" * 32)
-    with pytest.raises(DigestMismatch, match="changed on the hub"):
-        sources.check(entry(HUB))
