@@ -129,17 +129,11 @@ def test_rows_go_to_the_likeliest_draft_tokens_of_all_answers() -> None:
     assert shared.share([unsure, sure, unsure]) == [0, 3, 0]
 
 
-def test_answers_take_turns_where_one_wide_pass_costs_more_than_two_narrow_ones() -> None:
-    shared = SharedPasses(PassTimes(dict(CURVES["llama.cpp"])))
-    assert len(shared.share([[]] * 8)) == 4  # 4 rows take 125 ms, 8 take 370
-    assert len(shared.share([[]] * 4)) == 4
-
-
-def test_where_answers_take_turns_each_sees_the_cost_of_its_turn() -> None:
+def test_answers_take_turns_where_a_wide_pass_costs_more_than_two_and_each_sees_the_cost_of_its_turn() -> None:
     shared = SharedPasses(PassTimes(dict(CURVES["llama.cpp"])))
     shared.n_answers, share = 8, ShareOfPass(shared)
     assert share(1) == CURVES["llama.cpp"][8] / 8
-    assert len(shared.share([[]] * 8)) == 4
+    assert len(shared.share([[]] * 8)) == len(shared.share([[]] * 4)) == 4  # 4 rows take 125 ms, 8 take 370
     assert share(1) == CURVES["llama.cpp"][4] / 4
     shared.n_answers = 2
     assert share(1) == CURVES["llama.cpp"][2] / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from localspec.controllers.auto import CLEAR_GAIN, HORIZON, LONGEST_HORIZON, reading_pays
@@ -21,7 +21,6 @@ from localspec.controllers.learned import (
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8), st.floats(0, 1), st.floats(0, 8)), max_size=200))
 def test_spending_all_that_is_allowed_never_loses_more_than_the_bounds(rounds: list[Any]) -> None:
     """Every round loses as much of what is allowed as it likes, and saves what it likes."""

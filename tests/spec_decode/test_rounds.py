@@ -72,16 +72,6 @@ def test_a_tie_goes_to_the_lower_id_as_in_plain_decoding() -> None:
         assert verify(draft_of(3), rows, [0, 1], GREEDY, Noise(0), ids) == Verdict(0, 2, "recovered")
 
 
-def test_with_a_seed_what_the_target_would_draw_is_accepted_whatever_else_was_guessed() -> None:
-    """The text depends on the seed alone: ``test_lossless``."""
-    rows = np.random.default_rng(5).normal(0, 1.5, (3, 6)).astype(np.float32)
-    params = SamplingParams(temperature=0.9, top_p=0.97, presence_penalty=0.4, seed=0)
-    for seed in range(50):
-        first = verify(Draft(), rows, [2], params, Noise(seed)).next_token
-        second = verify(Draft(), rows[1:], [2, first], params, Noise(seed)).next_token
-        assert verify(draft_of(first, second), rows, [2], params, Noise(seed)).n_accepted == 2
-
-
 @pytest.mark.parametrize(("id_", "parent"), [(9, 6), (9, -2), (6, -1), (2, 0)])
 def test_a_draft_token_follows_one_that_is_there_and_is_not_there_twice(id_: int, parent: int) -> None:
     with pytest.raises(ValueError, match="draft token"):
