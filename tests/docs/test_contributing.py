@@ -119,7 +119,7 @@ def test_a_model_is_added_as_the_page_says(copy: Copy, tiny: TinyFiles, hub: Ser
     content = tiny.quick.target.read_bytes()
     hub.files["/acme/toy-1b-GGUF/resolve/main/toy-1b-q4_k_m.gguf"] = content
     copy.follow("A model", **{"1234": str(len(content)), "0" * 64: hashlib.sha256(content).hexdigest()})
-    assert "toy-1b" in (copy.folder / "docs/models.md").read_text(encoding="utf-8")
+    assert "\n| `toy-1b` | 0.00 GB | Apache-2.0 | – |" in (copy.folder / "docs/models.md").read_text(encoding="utf-8")
     assert re.search(r"toy-1b-q4_k_m\.gguf", copy.said)
     copy.answer("toy-1b", "--backend", "reference")
     assert '"model": "toy-1b"' in copy.said

@@ -153,12 +153,16 @@ def test_whose_texts_are_drafted(house: House, who: str, own: dict[str, Any]) ->
 
 
 def test_what_is_drafted_from_only_on_request(house: House) -> None:
-    body = {"messages": CHAT, "max_tokens": 24, "seed": 1, "ignore_eos": True, "localspec": {"draft_length": 24}}
-    with serve(house.llm, corpora=[f"corpus:{house.folder}"]) as server:
-        for own, drafted in (({}, False), ({"draft": "corpus"}, True)):
-            asked = body | {"localspec": body["localspec"] | own}
-            found = json.loads(server.ask("POST", "/v1/chat/completions", asked)[2])
-            assert ("corpus" in found["localspec"]["stats"]["by_source"]) == drafted
+    body = {"messages": CHAT, "max_tokens": 24, "seed": 1, "ignore_eos": True}
+    corpus = f"corpus:{house.folder}"
+    with serve(house.llm, corpora=[corpus]) as server:
+        for draft, drafted in (("auto", False), ("corpus", True), (["auto", corpus], True), (f"{corpus}/../x", None)):
+            own = {"localspec": {"draft": draft, "draft_length": 24}}
+            status, _, answer = server.ask("POST", "/v1/chat/completions", body | own)
+            assert status == (400 if drafted is None else 200)  # no other path: no file is opened
+            if drafted is not None:
+                sources = json.loads(answer)["localspec"]["stats"]["by_source"]
+                assert ("corpus" in sources, "ngram" in sources) == (drafted, draft != "corpus")
 
 
 @pytest.mark.parametrize("who", ["proxied", "another computer", "site", "site with the key"])

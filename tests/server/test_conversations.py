@@ -42,11 +42,17 @@ def ask(server: Server, method: str, path: str = "", body: Any = None, **headers
     return status, json.loads(answer) if answer[:1] in (b"{", b"[") else answer.decode()
 
 
-def test_one_is_kept_listed_changed_exported_and_deleted(server: Server) -> None:
+def test_one_is_kept_listed_changed_exported_and_deleted(server: Server, isolated_home: Path) -> None:
     status, made = ask(server, "POST", body=content())
     assert (status, made["revision"], made["title"]) == (201, 1, "A title")
-    other = ask(server, "POST", body=content("Another", "Good-bye, ÄPFEL"))[1]["id"]
+    other = {"id": "0123456789abcdef"}  # by the client, which may ask again: that makes no other one
+    for expected in (201, 409):
+        assert ask(server, "POST", body=content("Another", "Good-bye, ÄPFEL") | other)[0] == expected
     one = "/" + made["id"]
+    if sys.platform != "win32":  # nobody else can read it
+        folder = isolated_home / "conversations"
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / f"{made['id']}.json")]
+        assert modes == [0o700, 0o600]
     status, kept = ask(server, "GET", one)
     assert status == 200
     assert {key: kept[key] for key in content()} == content()
@@ -66,7 +72,7 @@ def test_one_is_kept_listed_changed_exported_and_deleted(server: Server) -> None
     assert text == ("# Renamed\n\n> Be brief.\n\n## You\n\nhello\n\n## Answer\n\n*hi*\n\n## You (with a.py)\n\ngo on\n")
     assert ask(server, "DELETE", one)[0] == 204
     assert ask(server, "GET", one)[0] == 404
-    assert [entry["id"] for entry in ask(server, "GET")[1]["data"]] == [other]
+    assert [entry["id"] for entry in ask(server, "GET")[1]["data"]] == [other["id"]]
 
 
 def test_versions_and_how_an_answer_ended_are_kept(server: Server) -> None:
@@ -81,15 +87,6 @@ def test_versions_and_how_an_answer_ended_are_kept(server: Server) -> None:
     text = ask(server, "GET", one + "?format=markdown")[1]
     assert text.endswith("*hi*\n\n*(The answer broke off here.)*\n")
     assert "plums" not in text
-
-
-def test_an_id_of_the_client_makes_one_conversation_however_often_it_asks(server: Server) -> None:
-    body = content() | {"id": "0123456789abcdef"}
-    status, made = ask(server, "POST", body=body)
-    assert (status, made["id"], made["revision"]) == (201, "0123456789abcdef", 1)
-    status, refused = ask(server, "POST", body=body | {"title": "again"})
-    assert (status, refused["error"]["code"]) == (409, "conversation_changed")
-    assert [entry["title"] for entry in ask(server, "GET")[1]["data"]] == ["A title"]
 
 
 def nested(depth: int) -> list[dict[str, Any]]:
@@ -115,12 +112,6 @@ def test_what_is_no_conversation_is_refused(server: Server, body: Any, field: st
     status, refused = ask(server, "POST", body=body)
     assert (status, refused["error"]["param"]) == (400, field)
     assert ask(server, "GET")[1]["data"] == []
-
-
-def test_a_number_that_is_not_finite_is_refused(server: Server) -> None:
-    body = json.dumps(content()).replace("0.5", "1e999").encode()
-    status, refused = ask(server, "POST", body=body)
-    assert (status, "too large" in refused["error"]["message"]) == (400, True)
 
 
 def test_no_name_leads_out_of_the_folder(server: Server, isolated_home: Path) -> None:
@@ -184,14 +175,6 @@ def test_a_damaged_file_is_passed_over_and_left_alone(server: Server, isolated_h
         assert ask(server, "PUT", f"/{bad}", content() | {"revision": 1})[0] == 500
         assert path.read_text() == damage
     assert ask(server, "DELETE", f"/{bad}")[0] == 204
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="permissions are of POSIX")
-def test_only_their_owner_can_read_them(tmp_path: Path) -> None:
-    store = ConversationStore(tmp_path / "kept")
-    name = store.create(content())["id"]
-    assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "kept" / f"{name}.json").stat().st_mode) == 0o600
 
 
 def test_two_servers_do_not_overwrite_each_other(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ LOAD: dict[str, Any] = {"draft": ["ngram", "model"], "n_ctx": 1024}
 
 QUESTION = "a"
 """The tiny model's answer to it has tokens of every kind."""
-
-HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>&lt;b&gt;\u2028${hacked}"
 
 
 def test_what_shared_passes_were_for_is_said_after_an_answer(tab: Tabs, tiny: TinyFiles, module_home: Path) -> None:
@@ -45,24 +42,20 @@ def test_an_answer_shows_every_token_in_the_style_of_its_origin(it: Tab, llm: LL
     said = it.ask(QUESTION)
     stream = llm.rounds([{"role": "user", "content": QUESTION}], SamplingParams(), draft_length=4)
     expected: list[tuple[str, str, str]] = []
-    kinds = set()
     rounds = [round_.as_event() for round_ in stream]
     slots = {"model": "s0", "ngram": "s1"}
     for round_ in rounds:
-        said_of = {True: [], False: []}
-        for token in round_["emitted"]:
-            good = token["kind"] == "accepted"
-            look = f"token {token['kind']}" + (f" {slots[token['source']]}" if good else "")
-            said_of[good].append(("SPAN", look, token["text"]))
-        wrong = [
-            guess["text"].replace("\n", "↵").replace("\t", "⇥") for guess in round_["draft"] if not guess["accepted"]
-        ]
-        entries = said_of[True] + [("DEL", "token rejected", text) for text in wrong] + said_of[False]
+        good = [token for token in round_["emitted"] if token["kind"] == "accepted"]
+        wrong = [guess["text"] for guess in round_["draft"] if not guess["accepted"]]
+        entries = [("SPAN", f"token accepted {slots[token['source']]}", token["text"]) for token in good]
+        entries += [("DEL", "token rejected", text.replace("\n", "↵").replace("\t", "⇥")) for text in wrong]
+        own = round_["emitted"][len(good) :]
+        entries += [("SPAN", f"token {token['kind']}", token["text"]) for token in own]
         expected += [entry for entry in entries if entry[2]]
-        kinds |= {entry[1] for entry in entries}
     rest = stream.reply.text[len("".join(t["text"] for round_ in rounds for t in round_["emitted"])) :]
     expected += [("SPAN", "token plain", rest)] if rest else []  # the answer may end in half of a character
-    assert kinds >= {"token accepted s0", "token rejected", "token recovered", "token bonus"}
+    looks = {look for _, look, _ in expected}
+    assert looks >= {"token accepted s0", "token rejected", "token recovered", "token bonus"}
     shown = it.run(
         "() => [...document.querySelector('.answer').children].map((t) => [t.tagName, t.className, t.textContent])"
     )
@@ -172,6 +165,10 @@ def test_stop_by_click_and_key(tab: Tabs, endless: Server) -> None:
         it.say("meanwhile")  # not sent, and not lost
         expect(it.page.locator("#question")).to_have_value("meanwhile")
         it.page.fill("#question", "")
+        block = it.page.locator(".turn:last-of-type .reading > *").first.element_handle()
+        shown = "(n) => document.querySelector('.turn:last-of-type .reading').textContent.length > n"
+        it.until(shown, len(block.text_content()))
+        assert block.evaluate("(it) => it.isConnected")  # what stands stays while more comes
         stop()
         it.idle()
         endless.wait_idle()
@@ -217,25 +214,6 @@ def test_everything_works_from_the_keyboard(it: Tab) -> None:
     expect(it.page.locator("#chat")).to_be_visible()
     outline = "() => getComputedStyle(document.activeElement).outlineStyle"
     assert it.run(outline) == "solid"
-
-
-def test_nothing_that_a_model_says_is_markup(tab: Tabs, tiny: TinyFiles, tmp_path: Path) -> None:
-    # A model file with a bad name, that says bad things, to somebody who asks badly.
-    path = tmp_path / "<img src=x onerror=window.hacked=3>.gguf"
-    shutil.copy(tiny.quick.target, path)
-    says = SamplingParams(grammar=f"root ::= {json.dumps(HOSTILE)}")
-    with LLM(path, draft="ngram", backend="reference", n_ctx=512) as llm, serve(llm, params=says) as server:
-        it = tab(server.url)
-        expect(it.page.locator("#engine")).to_contain_text("<img src=x")
-        assert it.ask(HOSTILE) == HOSTILE
-        expect(it.page.locator(".question")).to_contain_text(HOSTILE)
-        expect(it.page.locator(".turn img, .turn script, #engine img")).to_have_count(0)
-        it.page.click("#race-tab")
-        it.page.fill("#race-prompt", HOSTILE)
-        it.page.click("#start")
-        it.page.wait_for_selector("#again:enabled")
-        expect(it.page.locator(".racer img, .racer script")).to_have_count(0)
-        expect(it.page.locator("#plain-racer .text")).to_contain_text(HOSTILE)
 
 
 def race(it: Tab, runs: int = 4) -> None:

@@ -157,10 +157,8 @@ def test_two_tabs_lose_nothing(tab: Tabs, server: Server) -> None:
 
 
 def test_thinking_is_folded_and_not_sent_back(tab: Tabs, shared_home: Path, tmp_path: Path) -> None:
-    budget = 12
-
     def budgeted(route: Any) -> None:  # this model would think until its context is full
-        route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | {"thinking_budget": budget}))
+        route.continue_(post_data=json.dumps(json.loads(route.request.post_data) | {"thinking_budget": 12}))
 
     path = write_thinker(tmp_path, "deepseek")
     with LLM(path, draft="ngram", backend="reference", n_ctx=512, idle=False) as llm, serve(llm) as server:
@@ -186,12 +184,7 @@ def test_thinking_is_folded_and_not_sent_back(tab: Tabs, shared_home: Path, tmp_
         it.ask("and off")
         assert it.asked[-1]["think"] == "off"
         expect(it.page.locator(".turn").last.locator(".thinking:not([hidden])")).to_have_count(0)
-        note = "no answer came after the thoughts"
-        assert note not in it.page.text_content("#talk")
-        it.page.get_by_label("Thinking").last.select_option("on")
-        budget = 100  # more than the answer may have
-        it.ask("and only think")
-        expect(it.page.locator(".turn").last).to_contain_text(note)
+        assert "no answer came after the thoughts" not in it.page.text_content("#talk")
 
 
 APPEARING = """() => {

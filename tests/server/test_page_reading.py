@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import localspec.server
 from localspec import LLM, SamplingParams
+from tests.conftest import TinyFiles
 from tests.support.serving import Server, serve
 from tests.support.tabs import Tabs, expect
 
@@ -110,10 +112,15 @@ def test_markdown_is_read_as_it_is_meant(tab: Tabs, answering: Server) -> None:
     assert part.locator("p").last.text_content() == "from $5 to $10."
 
 
-def test_a_hostile_answer_gets_nowhere(tab: Tabs, llm: LLM) -> None:
-    with saying(llm, HOSTILE) as server:
+def test_a_hostile_answer_gets_nowhere(tab: Tabs, tiny: TinyFiles, tmp_path: Path) -> None:
+    """Of a model file with a bad name, to somebody who asks badly."""
+    path, question = tmp_path / "<img src=x onerror=window.hacked=0>.gguf", HOSTILE.splitlines()[0]
+    shutil.copy(tiny.quick.target, path)
+    with LLM(path, "ngram", backend="reference", n_ctx=4096) as llm, saying(llm, HOSTILE) as server:
         it = tab(server.url)  # which also sees that nothing else was asked for, and that no script of it ran
-        it.ask("attack")
+        expect(it.page.locator("#engine")).to_contain_text("<img src=x")
+        assert it.ask(question) == HOSTILE
+        expect(it.page.locator(".question")).to_contain_text(question)
         for element in it.page.locator(".reading *:not(math *)").all():
             names = element.evaluate("(it) => it.getAttributeNames()")
             assert not [name for name in names if name.startswith("on") or name in ("src", "srcset", "style")], names
@@ -131,31 +138,12 @@ def test_a_hostile_answer_gets_nowhere(tab: Tabs, llm: LLM) -> None:
         it.page.locator(".reading .no-link", has_text="there").click()
         it.page.reload()  # and again as it is read from the disk
         it.until("() => document.querySelectorAll('.reading a').length")
-        expect(it.page.locator(".reading :is(img, script, iframe, style)")).to_have_count(0)
-
-
-def test_what_stands_stays_while_more_comes(tab: Tabs, llm: LLM) -> None:
-    """No node of a block that is complete is ever replaced, and no block turns into another kind."""
-    text = ANSWER + "\n" + "\n\n".join(f"Paragraph {i} of **many**." for i in range(30))
-    with saying(llm, text) as server:
-        it = tab(server.url)
-        it.run(
-            """() => {
-            window.jumps = [];
-            window.seen = new Map();
-            const look = () => {
-                const blocks = [...document.querySelectorAll(".reading > *")];
-                for (const [block, i] of seen) {
-                    if (blocks[i] !== block) jumps.push(`${i}: ${block.tagName} ${block.textContent.slice(0, 20)}`);
-                }
-                blocks.forEach((block, i) => seen.set(block, i));
-            };
-            new MutationObserver(look).observe(document.getElementById("talk"), {childList: true, subtree: true});
-        }"""
-        )
-        it.ask("say it")
-        assert it.run("() => seen.size") > 35
-        assert it.run("() => jumps") == []
+        it.page.click("#race-tab")
+        it.page.fill("#race-prompt", question)
+        it.page.click("#start")
+        it.page.wait_for_selector("#again:enabled")
+        expect(it.page.locator("#plain-racer .text")).to_contain_text(question)
+        expect(it.page.locator(":is(.turn, #engine, .racer) :is(img, script, iframe, style)")).to_have_count(0)
 
 
 STEADY = """async (text) => {

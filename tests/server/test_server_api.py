@@ -36,15 +36,6 @@ def test_the_chunks_of_a_stream(ask: Callable[..., Any]) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
-def test_usage_counts_guesses(ask: Callable[..., Any]) -> None:
-    found = ask(max_tokens=40, extra_body={"localspec": {"draft_length": 4}, "ignore_eos": True})
-    details, stats = found.usage.completion_tokens_details, found.localspec["stats"]
-    assert stats["num_draft_tokens"] > 0
-    assert details.accepted_prediction_tokens == stats["num_accepted_tokens"]
-    assert details.rejected_prediction_tokens == stats["num_draft_tokens"] - stats["num_accepted_tokens"]
-    assert 0 < details.accepted_prediction_tokens <= found.usage.completion_tokens
-
-
 def test_several_answers(ask: Callable[..., Any]) -> None:
     asked: dict[str, Any] = {"max_tokens": 12, "temperature": 1.5, "seed": 1}
     found = ask(**asked, n=3)
@@ -101,39 +92,23 @@ def test_rounds_are_events_that_the_openai_package_steps_over(client: openai.Ope
     # As any program reads a stream: what has no choices is skipped.
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    rounds = [chunk.localspec["round"] for chunk in chunks if not chunk.choices and chunk.usage is None]
-    stats = whole.localspec["stats"]
+    events = [chunk for chunk in chunks if not chunk.choices]
+    rounds = [each.localspec["round"] for each in events if each.usage is None]
+    (last,) = [each for each in events if each.usage is not None]
+    stats, details = last.localspec["stats"], last.usage.completion_tokens_details
     assert len(rounds) == stats["num_rounds"]
     assert "".join(round_["text"] for round_ in rounds) == text
     guesses = [guess["accepted"] for round_ in rounds for guess in round_["draft"]]
-    assert (len(guesses), sum(guesses)) == (stats["num_draft_tokens"], stats["num_accepted_tokens"])
-    assert not all(guesses)
+    assert 0 < sum(guesses) < len(guesses)
+    for right, wrong in (
+        (stats["num_accepted_tokens"], stats["num_draft_tokens"] - stats["num_accepted_tokens"]),
+        (details.accepted_prediction_tokens, details.rejected_prediction_tokens),
+    ):
+        assert (right, wrong) == (sum(guesses), len(guesses) - sum(guesses))
     # The package's own accumulator is not confused either.
     asked: Any = {"model": "", "messages": CHAT, "stream_options": options, "extra_body": says("the cat")}
     with client.chat.completions.stream(**asked) as stream:
         assert stream.get_final_completion().choices[0].message.content == "the cat"
-
-
-def test_speculation_per_request_changes_speed_only(ask: Callable[..., Any]) -> None:
-    def said(own: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        found = ask(max_tokens=40, extra_body={"localspec": own, "ignore_eos": True})
-        return found.choices[0].message.content, found.localspec["stats"]
-
-    text, stats = said({"off": True})
-    assert stats["num_draft_tokens"] == 0
-    for own, sources in (
-        ({"draft_length": 0}, set()),
-        ({"draft": "none"}, set()),
-        ({"draft_length": 5}, {"model", "ngram"}),
-        ({"draft": ["ngram"], "draft_length": 2}, {"ngram"}),
-        ({"draft": ["ngram"]}, {"ngram"}),
-        ({"draft": "auto", "draft_length": "auto"}, {"model", "ngram"}),
-        ({"draft": "quick-draft", "draft_length": 2}, {"model"}),
-    ):
-        found, stats = said(own)
-        assert found == text, own
-        assert set(stats["by_source"]) <= sources, own
-    assert stats["num_draft_tokens"] > 0
 
 
 def test_a_prediction_is_guessed_from(ask: Callable[..., Any]) -> None:

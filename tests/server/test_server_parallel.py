@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,17 @@ from typing import Any
 import pytest
 
 from localspec import LLM
-from localspec.backends.base import Forward, Piece
 from localspec.server.app import ServerProtocol
 from tests.conftest import TinyFiles, open_backend
-from tests.support.serving import Server, asking, post, read_all, said_by, serve
+from tests.support.memory import check_only_conversations_are_held, passes_of
+from tests.support.serving import Server, post, read_all, said_by, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
 
 SERVE: dict[str, Any] = {"queue": 20}
 
 N = 3
+
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 TEXT = "la la lo la le la "
 
@@ -33,7 +37,7 @@ both_engines = pytest.mark.parametrize("llm", ["reference", "llama-cpp"], indire
 def llm(request: pytest.FixtureRequest, tiny: TinyFiles, module_home: Path) -> Iterator[LLM]:
     engine = getattr(request, "param", "reference")
     open_backend(engine)
-    files = tiny.fim if engine == "reference" else tiny.pair
+    files = tiny.quick if engine == "reference" else tiny.pair
     with LLM(files.target, draft="ngram", backend=engine, n_ctx=512, parallel=N) as loaded:
         yield loaded
 
@@ -43,15 +47,7 @@ def nothing_is_left(llm: LLM, server: Server) -> Iterator[None]:
     """Whatever the clients did, nobody runs or waits at the end, and every cell in use belongs to a conversation."""
     yield
     server.wait_idle()
-
-    def check(pair: Any) -> None:
-        batch = pair.state.batch
-        assert batch.n_cells - batch.free_cells <= sum(batch[i].n_past for i in range(batch.n_sequences))
-        for i in range(batch.n_sequences):
-            batch[i].truncate(0)
-        assert batch.free_cells == batch.n_cells
-
-    llm.run(check)
+    llm.run(check_only_conversations_are_held)
 
 
 def body_of(i: int, **changes: Any) -> dict[str, Any]:
@@ -59,53 +55,28 @@ def body_of(i: int, **changes: Any) -> dict[str, Any]:
     return {"prompt": TEXT * (1 + i % 4) + str(i), "max_tokens": 30 + 7 * i % 25, "ignore_eos": True} | changes
 
 
-ASKED: list[tuple[str, dict[str, Any]]] = [
-    *asking(TEXT, 30, ignore_eos=True, seed=5).items(),
-    ("/v1/completions", body_of(0)),
-    ("/v1/completions", body_of(2, temperature=1.0, seed=5)),
-    ("/v1/completions", body_of(3, localspec={"draft_length": 5})),
-    ("/v1/completions", body_of(7, localspec={"off": True})),
-]
-"""Requests to all kinds of addresses; what is sampled has a seed."""
+def asked(server: Server, n: int, *, in_turns: bool = False, **changes: Any) -> Callable[[], list[bytes]]:
+    """Sends so many requests; the next when the server has the one before, if in turns. Called, it waits for the
+    answers."""
+    pool, llm = ThreadPoolExecutor(n), server.service.llm
+    answers, before = [], n_here(llm)
+    for i in range(n):
+        answers.append(pool.submit(server.ask, "POST", "/v1/completions", body_of(i, **changes)))
+        if in_turns:
+            wait_until(lambda i=i: n_here(llm) == before + i + 1)
+    pool.shutdown(wait=False)
 
-
-class Asking:
-    """Requests in threads of their own; each is sent when the server has the one before, if one at a time."""
-
-    def __init__(self, server: Server, asked: Sequence[tuple[str, dict[str, Any]]], *, in_turns: bool = False) -> None:
-        pool, llm = ThreadPoolExecutor(len(asked)), server.service.llm
-        self._answers: list[Future[Any]] = []
-        before = n_here(llm)
-        for i, each in enumerate(asked):
-            self._answers.append(pool.submit(server.ask, "POST", *each))
-            if in_turns:
-                wait_until(lambda i=i: n_here(llm) == before + i + 1)
-        pool.shutdown(wait=False)
-
-    def end(self) -> list[bytes]:
-        """Wait for all of them; they must have been answered."""
-        found = [each.result(PATIENCE) for each in self._answers]
-        assert [status for status, _, _ in found] == [200] * len(found)
+    def answered() -> list[bytes]:
+        found = [each.result(PATIENCE) for each in answers]
+        assert [status for status, _, _ in found] == [200] * n
         return [answer for _, _, answer in found]
+
+    return answered
 
 
 def n_here(llm: LLM) -> int:
     """How many requests run or wait."""
     return llm.parallel_info()["running"] + llm.queue_length
-
-
-@pytest.fixture
-def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Piece]]:
-    """What passes are made of."""
-    fed: list[Sequence[Piece]] = []
-    decode = llm.inspect().state.batch.decode
-
-    def recorded(pieces: Sequence[Piece]) -> list[Forward]:
-        fed.append(pieces)
-        return decode(pieces)
-
-    monkeypatch.setattr(llm.inspect().state.batch, "decode", recorded)
-    return fed
 
 
 def closing_post(body: Any) -> bytes:
@@ -119,19 +90,6 @@ def texts_of(streamed: bytes) -> str:
     return "".join(choice["text"] for line in lines for choice in json.loads(line[6:])["choices"])
 
 
-def test_requests_at_the_same_time_are_answered_as_alone(
-    server: Server, llm: LLM, passes: list[Sequence[Piece]]
-) -> None:
-    alone = [said_by(server.ask("POST", *each)[2]) for each in ASKED]
-    with Brake(llm, after=0) as brake:  # until all are there
-        requests = Asking(server, ASKED)
-        wait_until(lambda: n_here(llm) == len(ASKED))
-        brake.release()
-        together = [said_by(answer) for answer in requests.end()]
-    assert together == alone
-    assert max(map(len, passes)) == N
-
-
 @both_engines
 def test_who_hangs_up_in_mid_answer_changes_nobody_else(server: Server, llm: LLM) -> None:
     alone = [said_by(server.ask("POST", "/v1/completions", body_of(i))[2]) for i in range(2)]
@@ -139,14 +97,14 @@ def test_who_hangs_up_in_mid_answer_changes_nobody_else(server: Server, llm: LLM
     with Brake(llm, after=4) as brake, server.connect() as first, server.connect() as last:
         first.sendall(closing_post(body_of(8, stream=True, max_tokens=400)))
         brake.wait()
-        requests = Asking(server, [("/v1/completions", body_of(i)) for i in range(2)], in_turns=True)
+        answered = asked(server, 2, in_turns=True)
         last.sendall(closing_post(body_of(9, max_tokens=400)))  # waits for one of the others
         wait_until(lambda: n_here(llm) == 4)
         for sock in (first, last):
             sock.close()
         wait_until(lambda: n_here(llm) == 2)
         brake.release()
-        assert [said_by(answer) for answer in requests.end()] == alone or llm.backend_name != "reference"
+        assert [said_by(answer) for answer in answered()] == alone or llm.backend_name != "reference"
     wait_until(lambda: server.service.metrics.requests["completions", "cancelled"] == cancelled + 2)
 
 
@@ -175,7 +133,7 @@ def test_who_reads_slowly_has_the_whole_answer_and_holds_nobody_up(
         small_buffers(server, slow)
         slow.sendall(closing_post(body | {"stream_options": {"localspec_rounds": True}}))  # as many bytes as can be had
         begin = slow.recv(100)
-        Asking(server, [("/v1/completions", body_of(i)) for i in range(2 * N)]).end()  # all that time nothing was read
+        asked(server, 2 * N)()  # all that time nothing was read
         server.wait_idle()  # and its answer is there too
         whole = texts_of(begin + read_all(slow, 700))
     assert whole == alone
@@ -189,7 +147,7 @@ def test_who_does_not_read_at_all_is_dropped_and_the_others_go_on(
         small_buffers(server, silent)
         body = body_of(5, max_tokens=450, stream=True, stream_options={"localspec_rounds": True})
         silent.sendall(closing_post(body))
-        Asking(server, [("/v1/completions", body_of(i)) for i in range(N)]).end()
+        asked(server, N)()
         server.wait_idle()
         wait_until(lambda: not server.runner.server_state.connections)
 
@@ -200,14 +158,14 @@ def stats_of(server: Server) -> dict[str, Any]:
 
 def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None:
     with Brake(llm, after=0) as brake:
-        requests = Asking(server, [("/v1/completions", body_of(i)) for i in range(N + 2)], in_turns=True)
+        answered = asked(server, N + 2, in_turns=True)
         stats, metrics = stats_of(server), server.ask("GET", "/metrics")[2].decode()
         assert stats["parallel"]["parallel"] == N
         assert stats["parallel"]["running"] + stats["queue"]["waiting"] == N + 2
         assert stats["queue"]["running"] is True
         assert f"localspec_requests_running {stats['parallel']['running']}" in metrics
         brake.release()
-        answers = requests.end()
+        answers = answered()
     server.wait_idle()
     assert stats_of(server)["parallel"]["running"] == 0
     explained = [json.loads(answer)["localspec"]["explanation"] for answer in answers]
@@ -215,15 +173,15 @@ def test_the_figures_say_how_many_run_and_wait(server: Server, llm: LLM) -> None
 
 
 def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
-    server: Server, llm: LLM, passes: list[Sequence[Piece]]
+    server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are counted where they are decoded, and compared with what the answers say of themselves."""
+    passes = passes_of(llm.inspect().state.batch, monkeypatch)
     before = stats_of(server)["parallel"]["passes"]
-    options = {"localspec": {"draft_length": 3}, "max_tokens": 20}
     with Brake(llm, after=0) as brake:
-        requests = Asking(server, [("/v1/completions", body_of(i, **options)) for i in range(N)], in_turns=True)
+        answered = asked(server, N, in_turns=True, localspec={"draft_length": 3}, max_tokens=20)
         brake.release()
-        stats = [json.loads(answer)["localspec"]["stats"] for answer in requests.end()]
+        stats = [json.loads(answer)["localspec"]["stats"] for answer in answered()]
     server.wait_idle()
     after = stats_of(server)["parallel"]["passes"]
     rows = {name: after["rows"][name] - before["rows"][name] for name in after["rows"]}
@@ -231,6 +189,7 @@ def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
     assert rows["drafts"] == sum(each["num_draft_tokens"] for each in stats) > 0
     assert rows["answers"] == sum(each["num_rounds"] for each in stats)
     assert sum(rows.values()) == sum(len(piece.tokens) for pieces in passes for piece in pieces)
+    assert max(map(len, passes)) == N
     assert after["mean_answers"] > 1
 
 
@@ -247,3 +206,23 @@ def test_the_end_of_the_server_ends_all_that_run_and_wait(llm: LLM) -> None:
     assert all(b"shutting_down" in answer for answer in answers)
     assert not any(b"[DONE]" in answer for answer in answers)
     assert not llm.busy
+
+
+def test_under_load_nothing_is_lost_mixed_up_or_stuck(tiny: TinyFiles, tmp_path: Path) -> None:
+    """A short soak; the long one is run by hand, its figures are in benchmarks/results/soak.md."""
+    pair = ["--draft", "ngram", "--draft", tiny.quick.draft, "--backend", "reference", "--gap", "0", "--parallel", "3"]
+    out = tmp_path / "soak.json"
+    size = ["--requests", "100", "--clients", "6", "--questions", "10", "--json", out]
+    command = [sys.executable, SOAK, tiny.quick.target, *pair, *size]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["failures"] == []
+    assert found["parallel"] == "3"
+    assert found["requests"] >= 100
+    assert found["greedy_equal"] > 40
+    assert found["greedy_near_ties"] == 0
+    assert found["server"]["failed"] == 0
+    assert found["server"]["cancelled"] > 0
+    assert found["memory_mb"]["growth"] < 50
+    assert "Traceback" not in done.stderr

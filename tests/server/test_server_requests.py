@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from localspec import SamplingParams
+from localspec import LLM
 from localspec.prompts.templates import ChatTemplate
 from localspec.server.answers import AnswerBlock
-from localspec.server.bodies import read
 from localspec.server.http import ApiError, parse
-from localspec.server.openai import ChatBody
-from localspec.server.requests import ServedModel
 from localspec.server.tools import messages_for
-from tests.support.serving import Server
+from tests.support.serving import Server, asking
+from tests.support.waiting import Brake, wait_until
 
-LOAD: dict[str, Any] = {"n_ctx": 256}
+LOAD: dict[str, Any] = {"files": "fim", "n_ctx": 256}
 
 CHAT = [{"role": "user", "content": "hi"}]
-SERVED = ServedModel(SamplingParams(temperature=0.7, max_tokens=99), {"ngram": "ngram", "small": "small"}, 1000)
-
-
-def test_a_corpus_that_requests_may_name_drafts_for_those_alone() -> None:
-    """No other path: such a request is refused, and no file is opened."""
-    drafters = {"ngram": "ngram", "corpus": "corpus:/a", "corpus2": "corpus:/b"}
-    served = ServedModel(SamplingParams(), drafters, 1000, on_request=["corpus:/b"])
-
-    def chosen(draft: Any) -> Any:
-        body = {"messages": CHAT, "localspec": {"draft": draft}}
-        return read(ChatBody, body).asked(served).options["drafters"]
-
-    for usual in (None, [], "auto"):
-        assert chosen(usual) == ["ngram", "corpus:/a"]
-    assert chosen(["auto", "corpus:/b"]) == ["ngram", "corpus:/a", "corpus:/b"]
-    assert chosen("corpus:/b") == chosen("corpus2") == ["corpus:/b"]
-    for other in ("corpus:/", "corpus:/b/../b", "corpus3", "/b"):
-        with pytest.raises(ApiError, match="is loaded"):
-            chosen(other)
 
 
 NUMBERS = (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e400", b"9" * 10_000, b"1" + b"0" * 400, b'[{"b":1E309}]')
@@ -149,3 +129,36 @@ def test_the_server_s_system_prompt_is_for_chats_without_one() -> None:
     assert messages_for(CHAT, "S")[0] == {"role": "system", "content": "S"}
     own = [{"role": "system", "content": "mine"}, *CHAT]
     assert messages_for(own, "S") == own
+
+
+# -- ``localspec.priority``: who comes first of those that wait --------------------------------------------------------
+
+BODIES = asking("hi", 2)
+ASKED = [(path, body, 1 if path == "/infill" else 0) for path, body in BODIES.items()]
+ASKED += [(path, BODIES[path] | {"suffix": ")"}, 1) for path in ("/v1/completions", "/api/generate")]
+
+
+@pytest.mark.parametrize(("path", "body", "usual"), ASKED)
+def test_every_api_takes_it_and_what_fills_in_comes_before_what_says_nothing(
+    server: Server, begun: list[int], path: str, body: dict[str, Any], usual: int
+) -> None:
+    for own in ({}, *({"localspec": {"priority": priority}} for priority in (-7, 0, 3))):
+        status, _, answer = server.ask("POST", path, body | own)
+        assert status == 200, answer
+    assert begun == [usual, -7, 0, 3]
+
+
+def test_the_highest_comes_first_and_one_under_way_keeps_its_place(server: Server, llm: LLM, begun: list[int]) -> None:
+    path, short = "/v1/chat/completions", BODIES["/v1/chat/completions"]
+    long = short | {"max_tokens": 100, "ignore_eos": True, "localspec": {"priority": -5}}
+    waiting = [(path, short | {"localspec": {"priority": priority}}) for priority in (-1, 0, 4)]
+    waiting.append(("/infill", BODIES["/infill"]))
+    with ThreadPoolExecutor(8) as pool, Brake(llm) as brake:
+        asked = [pool.submit(server.ask, "POST", path, long)]
+        brake.wait()
+        for n, each in enumerate(waiting, 1):
+            asked.append(pool.submit(server.ask, "POST", *each))
+            wait_until(lambda n=n: llm.queue_length == n)
+        brake.release()
+        assert [each.result()[0] for each in asked] == [200] * 5
+    assert begun == [-5, 4, 1, 0, -1]

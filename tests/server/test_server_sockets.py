@@ -1,4 +1,4 @@
-"""Clients that misbehave: slow, half-closed, huge, malformed, gone, or two hundred at once."""
+"""Clients that misbehave: slow, half-closed, huge, malformed, gone, or two hundred at once; a server that goes down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 from localspec import LLM
 from localspec.server.app import ServerProtocol
-from tests.support.serving import Server, post, read_all, serve
+from tests.support.endless import N_CTX
+from tests.support.serving import Server, asking, post, read_all, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
 
 SERVE: dict[str, Any] = {"queue": 4, "body_bytes": 100_000}
@@ -206,3 +207,28 @@ def test_a_request_whose_turn_does_not_come_in_time_is_told_so(llm: LLM) -> None
         assert (status, headers["retry-after"]) == (503, "10")
         assert json.loads(answer)["error"]["code"] == "timeout"
         stream.close()
+
+
+DOWN = "the server is shutting down"
+LAST: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"type": "error", "code": "shutting_down", "message": DOWN},
+    "/v1/messages": {"type": "error", "error": {"type": "overloaded_error", "message": DOWN}},
+    "/api/chat": {"error": DOWN},
+    "/api/generate": {"error": DOWN},
+}
+
+
+@pytest.mark.parametrize("path", LAST)
+def test_what_breaks_off_says_so_in_the_api_s_form(endless: Server, path: str) -> None:
+    is_ollama = path.startswith("/api/")
+    body = asking("Say something.", N_CTX)[path] | ({} if is_ollama else {"stream": True})  # which Ollama's are anyway
+    with serve(endless.service.llm) as mortal, mortal.connect() as sock:
+        sock.sendall(post(body, path, extra="Connection: close\r\n"))
+        begin = sock.recv(12)
+        mortal.runner.stop()
+        said = (begin + read_all(sock)).decode()
+    lines = [line for line in said.splitlines() if line.startswith(("{", "data: ", "event: "))]
+    last = json.loads(lines[-1].removeprefix("data: "))
+    number = {"sequence_number": sum(line.startswith("data: ") for line in lines) - 1} if "code" in last else {}
+    assert last.items() >= (LAST[path] | number).items()
+    assert ("application/x-ndjson" in said, lines[-2:-1] == ["event: error"]) == (is_ollama, not is_ollama)

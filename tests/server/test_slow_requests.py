@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,54 +23,6 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 LONG = {"messages": [{"role": "user", "content": SLOW}], "max_tokens": 1}
 MANY = 12
 """Slow requests at a time: more than asyncio has threads by itself on the machines that tests run on."""
-
-
-class Held:
-    """What is slow, held until the test lets it go on.
-
-    Attributes:
-        n: how often it has begun.
-    """
-
-    def __init__(self) -> None:
-        self.n = 0
-        self._go_on = threading.Event()
-        self._changing = threading.Lock()
-
-    def wait(self) -> None:
-        with self._changing:
-            self.n += 1
-        assert self._go_on.wait(PATIENCE)
-
-    def before(self, function: Callable[..., Any], is_slow: Callable[..., bool]) -> Callable[..., Any]:
-        """The function, held where a call is slow."""
-
-        def held(*args: Any, **options: Any) -> Any:
-            if is_slow(*args, **options):
-                self.wait()
-            return function(*args, **options)
-
-        return held
-
-    @contextmanager
-    def during(self, server: Server, body: Any, path: str, n: int) -> Iterator[None]:
-        """Within the block that many slow requests are under way; at its end each is answered."""
-
-        with ThreadPoolExecutor(n) as pool:
-            asked = [pool.submit(server.ask, "POST", path, body) for _ in range(n)]
-            try:
-                yield
-            finally:
-                self._go_on.set()
-        assert [each.result()[0] for each in asked] == [200] * n
-
-
-def others_are_answered(server: Server) -> None:
-    assert server.ask("POST", "/v1/chat/completions", CHAT)[0] == 200
-    assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
-    assert server.ask("POST", "/v1/messages/count_tokens", {"messages": CHAT["messages"]})[0] == 200
-    for path in ("/health", "/v1/models", "/v1/localspec/stats"):
-        assert server.ask("GET", path)[0] == 200
 
 
 FORM = {"type": "object", "properties": {SLOW: {"type": "integer"}}}
@@ -103,12 +53,29 @@ def test_others_are_answered_meanwhile(
     at_a_time: int,
 ) -> None:
     pytest.importorskip("llguidance")
-    held = Held()
-    monkeypatch.setattr(place, name, held.before(getattr(place, name), is_slow))
-    with held.during(server, body, "/v1/responses" if body is KEPT else "/v1/chat/completions", n):
-        wait_until(lambda: held.n == at_a_time, "they wait for each other")
-        others_are_answered(server)
-        assert held.n == at_a_time
+    begun, go_on, work = list[None](), threading.Event(), getattr(place, name)
+
+    def held(*given: Any, **options: Any) -> Any:
+        if is_slow(*given, **options):
+            begun.append(None)
+            assert go_on.wait(PATIENCE)
+        return work(*given, **options)
+
+    monkeypatch.setattr(place, name, held)
+    with ThreadPoolExecutor(n) as pool:
+        path = "/v1/responses" if body is KEPT else "/v1/chat/completions"
+        asked = [pool.submit(server.ask, "POST", path, body) for _ in range(n)]
+        try:
+            wait_until(lambda: len(begun) == at_a_time, "they wait for each other")
+            assert server.ask("POST", "/v1/chat/completions", CHAT)[0] == 200
+            assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+            assert server.ask("POST", "/v1/messages/count_tokens", {"messages": CHAT["messages"]})[0] == 200
+            for other in ("/health", "/v1/models", "/v1/localspec/stats"):
+                assert server.ask("GET", other)[0] == 200
+            assert len(begun) == at_a_time
+        finally:
+            go_on.set()
+    assert [each.result()[0] for each in asked] == [200] * n
 
 
 @pytest.fixture

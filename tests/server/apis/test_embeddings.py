@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import openai
@@ -123,14 +125,11 @@ def test_a_request_of_many_texts_lets_others_in_between(
         return embed(model, tokens)
 
     monkeypatch.setattr(EmbeddingModel, "embed", recorded)
-    many, one = [[1]] * 300, [[1, 2, 3]]
-    slow = threading.Thread(target=lambda: client.embeddings.create(model="embed", input=many))
-    slow.start()
-    assert begun.wait(PATIENCE)
-    other = threading.Thread(target=lambda: client.embeddings.create(model="embed", input=one))
-    other.start()
-    go_on.set()  # there are texts enough for the other request to come meanwhile
-    for thread in (slow, other):
-        thread.join(PATIENCE)
+    create = partial(client.embeddings.create, model="embed")
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(create, input=[[1]] * 300)
+        assert begun.wait(PATIENCE)
+        pool.submit(create, input=[[1, 2, 3]])
+        go_on.set()  # there are texts enough for the other request to come meanwhile
     assert sorted(order) == [1] * 300 + [3]
     assert order[-1] == 1

@@ -52,30 +52,25 @@ def test_a_conversation_by_reference_and_in_full_is_the_same_to_the_model(client
     assert short.previous_response_id == first.id
 
 
-def test_an_item_of_an_answer_that_is_kept_can_be_named(client: openai.OpenAI) -> None:
-    first = client.responses.create(**ASKED, extra_body=says("Hello."))
-    named: Any = {"type": "item_reference", "id": first.output[0].id}
+def test_answers_and_their_items_are_kept_until_deleted_and_not_without_leave(client: openai.OpenAI) -> None:
+    kept = client.responses.create(**ASKED, extra_body=says("Hello."))
+    assert client.responses.retrieve(kept.id).output_text == "Hello."
     full = client.responses.create(**ASKED | {"input": [USER, {"role": "assistant", "content": "Hello."}, USER]})
-    for reference in (named, {"id": named["id"]}):
+    named: Any = {"id": kept.output[0].id}
+    for reference in (named, named | {"type": "item_reference"}):
         found = client.responses.create(**ASKED | {"input": [USER, reference, USER]})
         assert found.usage.input_tokens == full.usage.input_tokens
-    client.responses.delete(first.id)
-    with pytest.raises(openai.BadRequestError, match="there is no item") as caught:
-        client.responses.create(**ASKED | {"input": [USER, named, USER]})
-    assert (caught.value.code, caught.value.param) == ("item_not_found", "input[1].id")
-
-
-def test_answers_are_kept_until_deleted_and_not_without_leave(client: openai.OpenAI) -> None:
-    kept = client.responses.create(**ASKED)
-    assert client.responses.retrieve(kept.id).output_text == kept.output_text
     client.responses.delete(kept.id)
-    secret = client.responses.create(**ASKED, store=False)
-    for response in (kept, secret):
+    for response in (kept, client.responses.create(**ASKED, store=False)):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(response.id)
-        with pytest.raises(openai.BadRequestError, match="no response") as caught:
-            client.responses.create(**ASKED, previous_response_id=response.id)
-        assert caught.value.code == "previous_response_not_found"
+        for change, code in (
+            ({"previous_response_id": response.id}, "previous_response_not_found"),
+            ({"input": [USER, {"id": response.output[0].id}]}, "item_not_found"),
+        ):
+            with pytest.raises(openai.BadRequestError, match="there is no") as caught:
+                client.responses.create(**ASKED | change)
+            assert caught.value.code == code
 
 
 def test_the_store_is_bounded_in_number_and_size() -> None:
