@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import ModuleType
 import pytest
 
 from localspec.commands.cli import parse
-from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,23 +87,19 @@ def test_output_is_kept_whatever_its_characters(stages: ModuleType, tmp_path: Pa
     assert found.output("last") == ""
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a child")
-def test_ctrl_c_keeps_what_was_done_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    code = """
-import sys
-from pathlib import Path
-from stages import Stage, Stages
-long = "import time; print(1, flush=True); open('begun', 'w'); time.sleep(60)"
-named = {"first": "", "long": long, "never": ""}
-listed = [Stage(name, name, [sys.executable, "-c", code]) for name, code in named.items()]
-raise SystemExit(not Stages(listed, Path("kept"), "", Path()).run())
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a parent")
+def test_ctrl_c_keeps_what_was_done_and_the_next_run_goes_on(stages: ModuleType, tmp_path: Path) -> None:
+    """As from a terminal: to all in front, once the stage's output is read."""
+    long = """
+import os, signal, time
+print(1)
+while not os.path.getsize("kept/long.log"):
+    time.sleep(0.01)
+for process in (os.getppid(), os.getpid()):
+    os.kill(process, signal.SIGINT)
+time.sleep(60)
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True) as process:
-        wait_until((tmp_path / "begun").exists)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all in front
-        assert process.wait(60) == 1
+    assert not work(stages, tmp_path, first="", long=long, never="").run()
     kept = json.loads((tmp_path / "kept/state.json").read_text())
     assert [(each["name"], each["status"]) for each in kept] == [("first", "done"), ("long", "interrupted")]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import subprocess
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -86,9 +85,6 @@ def test_the_bound_holds_and_the_least_recently_used_goes_first(tiny: TinyFiles)
         assert llm.generate(prompts[1], SamplingParams(max_tokens=1)).stats["cached_tokens"] < MIN_TOKENS
         llm.prefix_cache_bytes = 0
         assert llm.cache_info()["bytes"] == llm.cache_info()["entries"] == 0
-    for bad in (-1, 1.5, "much"):
-        with pytest.raises(UsageError, match="prefix_cache_bytes"):
-            load(tiny, prefix_cache_bytes=bad)
 
 
 def test_a_branch_keeps_its_trunk(llm: LLM) -> None:
@@ -356,11 +352,11 @@ def test_damaged_truncated_and_hostile_files(tiny: TinyFiles, saved: Path) -> No
             assert found is None or "\n" not in found
             return found
 
-        for size in (0, 5, header - 3, header + 50, text_end - 1):
+        for size in (5, text_end - 1):
             found = outcome(data[:size])
             assert "not a saved session" in found or "damaged" in found
-        for size in (text_end, text_end + 100, len(data) - 1):
-            assert "will be read again" in outcome(data[:size])
+        assert "damaged" in outcome(data.replace(b'"hello"', b'"jello"', 1))
+        assert "will be read again" in outcome(data[: text_end + 100])
         assert outcome(data + b"more") is None
         for foreign in (b"PK\x03\x04", b"{}", b"localspec-session 2\n" + data[20:], b"\0" * 4096):
             assert outcome(foreign) is not None
@@ -416,52 +412,24 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_lost(llm: LLM, tmp_pat
     assert sorted(os.listdir(tmp_path)) == sorted([*folder, "thesis.txt"])
 
 
-SAVER = """
-import os, signal, sys
-from localspec import LLM, SamplingParams
+def test_a_file_gives_way_to_a_whole_one_in_one_step(
+    tiny: TinyFiles, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whatever ends the writing early, as ``kill -9`` does, leaves the older one."""
+    old, new = saved.read_bytes(), tmp_path / "new.session"
 
-left = [int(sys.argv[3])]
+    def end(temporary: Path, path: Path) -> None:
+        assert saved.read_bytes() == old
+        shutil.copy(temporary, new)
+        raise KeyboardInterrupt
 
-def watch(event, given):
-    if event in ("open", "tempfile.mkstemp", "os.rename", "os.remove") and sys.argv[4] in str(given[0]) and saved:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-saved = 0
-sys.addaudithook(watch)
-with LLM(sys.argv[1], draft=None, backend="reference", n_ctx=4096) as llm:
-    session = llm.session("a long time ago " * 60, SamplingParams(max_tokens=1))
-    session.chat("hello")
-    for i in range(10**6):
-        session.messages[1:] = [{"role": "user", "content": f"turn {i}"}, {"role": "assistant", "content": "yes"}]
-        session.save(sys.argv[2])
-        saved += 1
-        print(i, flush=True)
-"""
-
-
-def test_killing_the_process_while_it_saves_loses_nothing(tiny: TinyFiles, tmp_path: Path) -> None:
-    """kill -9 at each step of saving, and in between while it saves over and over: the file is always whole, and no
-    older than the last one that was reported as saved."""
-    path = tmp_path / "chat.session"
-    with load(tiny, draft=None, n_ctx=4096) as llm:
-        for at_step, after_saves in ((1, 0), (2, 0), (3, 0), (0, 2)):
-            command = [sys.executable, "-c", SAVER, str(tiny.quick.target), str(path), str(at_step), str(tmp_path)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                reported = [int(process.stdout.readline()) for _ in range(after_saves)]
-                if not at_step:
-                    process.send_signal(signal.SIGKILL)
-                reported += [int(line) for line in process.stdout.read().split()]
-            assert process.returncode == -signal.SIGKILL
-            session = llm.load_session(path)
-            assert session.notice is None
-            turn = int(session.messages[1]["content"].split()[1])
-            assert reported[-1] <= turn <= reported[-1] + 1
-            assert path.stat().st_size > 400_000  # the memory is most of it
-    leftovers = [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
-    for name in leftovers:
-        os.utime(tmp_path / name, (0, 0))
-    with load(tiny, draft=None) as llm:
-        llm.session().save(path)
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    with load(tiny, idle=False) as llm:
+        session = llm.load_session(saved)
+        session.messages[-1]["content"] = "something else"
+        monkeypatch.setattr(os, "replace", end)
+        with pytest.raises(KeyboardInterrupt):
+            session.save(saved)
+        assert saved.read_bytes() == old
+        again = llm.load_session(new)
+        assert (again.messages, again.notice) == (session.messages, None)
+    assert not list(tmp_path.glob(".*.tmp"))

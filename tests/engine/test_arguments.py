@@ -161,8 +161,9 @@ def test_drafters_by_any_sequence_of_names(llm: LLM) -> None:
 
 def test_odd_settings_change_nothing(llm: LLM) -> None:
     before = (llm.draft_names, llm.draft_length, llm.max_queue, llm.prefix_cache_bytes)
-    for value in (True, 3.5, math.nan, b"ngram", [b"x"], object(), 1 + 2j):
-        for change in (llm.set_draft, *(lambda v, n=n: setattr(llm, n, v) for n in ("draft_length", "max_queue"))):
+    for value in (True, -1, 3.5, math.nan, b"ngram", [b"x"], object(), 1 + 2j):
+        names = ("draft_length", "max_queue", "prefix_cache_bytes")
+        for change in (llm.set_draft, *(lambda v, n=n: setattr(llm, n, v) for n in names)):
             with pytest.raises(UsageError):
                 change(value)  # type: ignore[operator]
     assert (llm.draft_names, llm.draft_length, llm.max_queue, llm.prefix_cache_bytes) == before

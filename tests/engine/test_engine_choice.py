@@ -34,8 +34,6 @@ from tests.support.machines import Machine, TimedContext
 USUAL, OTHER = ENGINES
 NAMES = list(ENGINES)
 OPTIONS = LoadOptions(n_threads=2)
-Longer = Callable[[int, int], float]
-"""Number of a pass and its width -> how many times as long as undisturbed it takes."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,28 +54,10 @@ class Engine:
         self._machine, self._slower = machine, slower
 
     def new_context(self, n_ctx: int) -> Any:
-        return _Slower(self._machine, self._slower)
+        return TimedContext(self._machine, self._slower)
 
     def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         return [1, 2, 3]
-
-
-class _Slower(TimedContext):
-    n_ctx = 192
-
-    def __init__(self, machine: Machine, slower: float) -> None:
-        super().__init__(machine)
-        self._slower = slower
-
-    def __enter__(self) -> _Slower:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def decode(self, tokens: Any, logits: str = "all") -> None:
-        self._machine.slower = self._slower
-        super().decode(tokens, logits)
 
 
 def compare(path: Path, patch: pytest.MonkeyPatch, slower: float, machine: Machine | None = None) -> EngineTimes:
@@ -86,11 +66,6 @@ def compare(path: Path, patch: pytest.MonkeyPatch, slower: float, machine: Machi
     one, two = (Engine(name, path, machine, rate) for name, rate in ((USUAL, 1.0), (OTHER, slower)))
     exhaust(comparing_engines(192, OPTIONS, one, two))  # type: ignore[arg-type]
     return compared(path, OPTIONS)
-
-
-def outlier_at(place: int) -> Longer:
-    """One pass takes six seconds."""
-    return lambda n, width: 6000.0 / Machine(lambda n, width: 1.0).ms(width) if n == place else 1.0
 
 
 def hit(busy: list[bool], times: float, otherwise: float) -> Callable[..., float]:
@@ -120,29 +95,19 @@ def test_on_a_quiet_machine_it_is_the_faster_one_if_by_enough(
 
 
 @pytest.mark.parametrize("slower", [0.7, 1.0])
-def test_one_outlier_of_six_seconds_changes_no_choice(
+def test_neither_an_outlier_nor_load_in_half_of_the_passes_changes_a_choice(
     tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
-    expected = OTHER if slower < 1 else USUAL
-    n_passes = 160
-    for outlier in range(n_passes):
-        found = compare(tiny.bpe, monkeypatch, slower, Machine(outlier_at(outlier)))
-        assert order(tiny.bpe)[0] == expected or found.provisional, outlier
-        assert order(tiny.bpe)[0] in (expected, USUAL), outlier
-
-
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("slower", [0.7, 1.0])
-def test_load_in_half_of_the_passes_changes_no_choice(
-    tiny: TinyFiles, monkeypatch: pytest.MonkeyPatch, slower: float, seed: int
-) -> None:
-    """Seen or unseen: what the CPUs' counters miss shows in repeats that do not agree."""
-    for seen in (0.0, 0.6):
+    """One pass takes six seconds; or load is seen, or unseen: that shows in repeats that do not agree."""
+    machines = [(Machine(hit([n == at for n in range(10_000)], 150.0, 1.0)), True) for at in range(160)]
+    for seed in range(10):
         chance = random.Random(seed)
         busy = [chance.random() < 0.5 for _ in range(10_000)]
-        found = compare(tiny.bpe, monkeypatch, slower, Machine(hit(busy, 2.2, 1.0), hit(busy, seen, 0.0)))
+        machines += [(Machine(hit(busy, 2.2, 1.0), hit(busy, seen, 0.0)), seen > 0) for seen in (0.0, 0.6)]
+    for machine, is_known in machines:
+        found = compare(tiny.bpe, monkeypatch, slower, machine)
         taken = order(tiny.bpe)[0]
-        assert taken == (OTHER if slower < 1 else USUAL) or (taken == USUAL and (found.provisional or not seen))
+        assert taken == (OTHER if slower < 1 else USUAL) or (taken == USUAL and (found.provisional or not is_known))
 
 
 @pytest.mark.parametrize("disturbed", [USUAL, OTHER])

@@ -201,15 +201,18 @@ def test_a_forks_own_context_returns_only_what_its_drafters_want(tiny: TinyFiles
             wanted = {tap for drafter in fork.drafters for tap in drafter.info.taps}
             assert set(fork.context.hidden) == wanted
             assert bool(wanted) == (sources != ["ngram"])
+            assert not {id(context) for context in fork.contexts} & {id(context) for context in before.contexts}
             pair.use(fork)
             assert answer() == expected
             pair.use(before)
             pair.release(fork)
+            assert all(context.closed for context in fork.contexts)
         shared = before.fork(["head"])
         assert shared.contexts[0] is before.context
         pair.use(shared)
         assert answer() == expected
         pair.use(before)
+        pair.release(shared)
         assert answer() == expected
 
     with open_llm(tiny, ["ngram", "head", "early-exit:1"]) as llm:

@@ -129,8 +129,9 @@ def test_every_way_of_asking_gives_the_rest_at_a_deadline(llm: LLM) -> None:
     params, looks = held(llm)
     with late_after(looks):
         reply = llm.chat("hello", params, draft_length=0)
-        rounds = llm.rounds([{"role": "user", "content": "hello"}], params, draft_length=0)
-        check(llm, params, list(rounds), rounds.reply)
+        stream = llm.rounds([{"role": "user", "content": "hello"}], params, draft_length=0)
+        rounds = list(stream)
+        check(llm, params, rounds, stream.reply)
         pieces = list(llm.stream([{"role": "user", "content": "hello"}], params, draft_length=0))
         session = llm.session()
         assert "".join(session.stream("hello", params, draft_length=0)) == session.messages[1]["content"]
@@ -143,8 +144,14 @@ def test_every_way_of_asking_gives_the_rest_at_a_deadline(llm: LLM) -> None:
         later, streamed = asyncio.run(main())
     assert (reply.finish_reason, reply.cancelled_by) == ("cancelled", "deadline")
     assert len(reply.text) > 2  # more than what was free before the stop string seemed to begin
-    assert reply.text == "".join(pieces) == streamed == later.text == rounds.reply.text
+    assert reply.text == "".join(pieces) == streamed == later.text == stream.reply.text
     assert reply.text == session.messages[1]["content"] == llm.detokenize(reply.token_ids)
+    events = [round_.as_event() for round_ in rounds]
+    assert not events[-1]["emitted"]
+    (found,) = read("\n".join(json.dumps(event) for event in [*events, stream.reply.as_dict()]).encode()).answers
+    assert len(found.rounds) == len(events) - 1  # a recording has no empty one
+    shown = "".join(token["text"] for round_ in found.rounds for token in round_["emitted"]) + found.text
+    assert shown == visible(reply.text)
 
 
 @pytest.mark.parametrize("looks", [12, 10**9])
@@ -197,16 +204,3 @@ def test_the_chat_shows_and_keeps_the_rest(llm: LLM, view: str) -> None:
     if view == "rounds":
         n = len(reply.token_ids)
         assert f"1-{n} plain, {n} tokens" in out.getvalue()
-
-
-def test_a_recording_of_it_has_the_text_and_no_empty_round(llm: LLM) -> None:
-    params, looks = held(llm)
-    with late_after(looks):
-        stream = llm.rounds([{"role": "user", "content": "hello"}], params, speculate=False)
-        events = [round_.as_event() for round_ in stream]
-    assert not events[-1]["emitted"]
-    lines = [json.dumps(event) for event in [*events, stream.reply.as_dict()]]
-    (found,) = read("\n".join(lines).encode()).answers
-    assert len(found.rounds) == len(events) - 1
-    shown = "".join(token["text"] for round_ in found.rounds for token in round_["emitted"]) + found.text
-    assert shown == visible(stream.reply.text)

@@ -148,17 +148,6 @@ def test_closing_stops_a_step_and_waits_for_jobs_only() -> None:
     assert held() is None
 
 
-def test_no_idle_work_without_leave() -> None:
-    log: list[str] = []
-    for worker in (Worker(), Worker(idle=lambda: False)):
-        worker.when_idle(steps(3, log))
-        assert worker.queue.wait_at_rest(SOON)
-        assert worker.call(lambda: "answer") == "answer"
-        assert worker.queue.wait_at_rest(SOON)
-        worker.close()
-    assert log == []
-
-
 def test_work_that_was_dropped_frees_what_it_holds_and_work_that_is_not_due_waits() -> None:
     idle, log = IdleWork(lambda: True), list[str]()
     kept: list[Generator[None, None, None]] = []  # as by another thread

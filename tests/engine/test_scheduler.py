@@ -124,16 +124,6 @@ def test_exclusive_work_waits_and_is_not_starved(llm: LLM) -> None:
         thread.join(PATIENCE)
 
 
-def test_closing_ends_all_of_them(tiny: TinyFiles) -> None:
-    llm = LLM(tiny.quick.target, draft="ngram", backend="reference", n_ctx=N_CTX, parallel=2)
-    streams = [llm.rounds("la", SamplingParams(max_tokens=180, ignore_eos=True)) for _ in range(5)]
-    next(streams[0])
-    llm.close(cancel=True)
-    replies = [stream.reply for stream in streams]
-    assert {reply.finish_reason for reply in replies} <= {"cancelled", "length"}
-    assert replies[-1].finish_reason == "cancelled"
-
-
 @pytest.mark.parametrize("priority", [1.5, "high", None, True])
 def test_priorities_that_make_no_sense_are_refused(llm: LLM, priority: Any) -> None:
     with pytest.raises(LocalspecError, match="priority must be a whole number"):

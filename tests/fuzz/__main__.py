@@ -1,13 +1,12 @@
 """``make fuzz MINUTES=10``: the targets in turns, with random cases, until the time is up.
 
-Failing cases are shrunk and written to ``.fuzz/``, where they are also kept to be tried first the next time.
-Exit status 1 if there were any.
+Failing cases are shrunk and printed, with the error; ``.fuzz/`` keeps them, to be tried first the next time. Exit
+status 1 if there were any.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import random
 import sys
@@ -15,7 +14,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +30,35 @@ class TimeUp(BaseException):
     """The target's share of the time is spent."""
 
 
-def fuzz(target: Target, seconds: float, folder: Path, first_seed: int) -> tuple[int, list[str]]:
-    """Try cases for a while; returns how many, and the files of those that failed."""
+def fuzz(target: Target, seconds: float, first_seed: int) -> tuple[int, set[str]]:
+    """Try cases for a while; returns how many, and the defects, which are printed as they are found."""
     end = time.monotonic() + seconds
-    n_cases, failures, batch = 0, dict[str, str](), 0
+    n_cases, failures, batch, failed = 0, set[str](), 0, False
     with tempfile.TemporaryDirectory() as scratch, target.opened(Path(scratch)) as check:
         while time.monotonic() < end and len(failures) < 10:
-            failing: list[Any] = []
 
             @seed(first_seed + batch)
             @settings(
                 max_examples=BATCH,
                 deadline=None,
-                database=DirectoryBasedExampleDatabase(folder / "examples"),
+                database=DirectoryBasedExampleDatabase(".fuzz"),
                 suppress_health_check=list(HealthCheck),
                 phases=[*([] if batch else [Phase.reuse]), Phase.generate, Phase.shrink],
                 print_blob=False,
             )
             @given(target.cases)
             def run(case: Any) -> None:
-                nonlocal n_cases
-                if time.monotonic() > end and not failing:  # noqa: B023
+                nonlocal n_cases, failed
+                if time.monotonic() > end and not failed:  # what failed is shrunk first
                     raise TimeUp
                 n_cases += 1
                 try:
                     check(case)
                 except Exception:
-                    failing[:] = [case]  # noqa: B023 - run ends before the next batch begins
+                    failed = True
                     raise
 
-            batch += 1
+            batch, failed = batch + 1, False
             try:
                 run()
             except TimeUp:
@@ -69,17 +66,9 @@ def fuzz(target: Target, seconds: float, folder: Path, first_seed: int) -> tuple
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"[:120]
                 if what not in failures:  # the same defect may be met again by every batch
-                    failures[what] = _save(folder, target, failing, error, first_seed + batch - 1)
-    return n_cases, list(failures.values())
-
-
-def _save(folder: Path, target: Target, failing: list[Any], error: Exception, used: int) -> str:
-    text = "\n".join([f"target: {target.name}", f"seed: {used}", f"case: {failing[-1:]!r}", ""])
-    text += "".join(traceback.format_exception(error))
-    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=4).hexdigest()
-    path = folder / f"{target.name.replace(' ', '-')}-{digest}.txt"
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    return str(path)
+                    failures.add(what)
+                    traceback.print_exception(error)  # hypothesis notes the case there
+    return n_cases, failures
 
 
 def main() -> int:
@@ -89,28 +78,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first batch; chosen at random otherwise")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    folder = Path(".fuzz")
-    folder.mkdir(exist_ok=True)
-    found, tried = [], Counter[str]()
+    n_defects = 0
     with tempfile.TemporaryDirectory() as home:
         os.environ["LOCALSPEC_HOME"] = home
-        targets = {name: TARGETS[name] for name in arguments.only or TARGETS}
-        missing = {name: reason for name, target in targets.items() if (reason := target.missing()) is not None}
-        for name, reason in missing.items():
-            print(f"{name}: left out: {reason}", flush=True)
-        runnable = [target for name, target in targets.items() if name not in missing]
+        targets = [TARGETS[name] for name in arguments.only or TARGETS]
+        for target in targets:
+            if (reason := target.missing()) is not None:
+                print(f"{target.name}: left out: {reason}", flush=True)
+        runnable = [target for target in targets if target.missing() is None]
         first_seed = random.SystemRandom().randrange(1 << 32) if arguments.seed is None else arguments.seed
         for target in runnable:
-            started = time.monotonic()
-            n_cases, failures = fuzz(target, arguments.minutes * 60 / len(runnable), folder, first_seed)
-            tried[target.name] = n_cases
-            found += failures
-            spent = time.monotonic() - started
-            print(f"{target.name}: {n_cases} cases in {spent:.0f} s, {len(failures)} defects", flush=True)
-            for path in failures:
-                print(f"  {path}", flush=True)
-    print(f"together: {sum(tried.values())} cases, {len(found)} defects, seed {first_seed}")
-    return 1 if found else 0
+            n_cases, failures = fuzz(target, arguments.minutes * 60 / len(runnable), first_seed)
+            n_defects += len(failures)
+            print(f"{target.name}: {n_cases} cases, {len(failures)} defects", flush=True)
+    print(f"together {n_defects} defects, seed {first_seed}")
+    return 1 if n_defects else 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from localspec import LLM
 from localspec.server import anthropic, models, ollama, openai, requests, responses
 from localspec.server.bodies import Body
-from tests.fuzz.target import Check, Target, table, timed
+from tests.fuzz.target import Check, Target, strict_json, table, timed
 from tests.support import ggufs
 from tests.support.serving import serve
 
@@ -204,9 +204,9 @@ def check_answer(path: str, status: int, headers: dict[str, str], body: bytes, *
             assert error["message"].isprintable(), error
         return
     if kind.startswith("application/json"):
-        json.loads(body, parse_constant=_no_constant)
+        strict_json(body)
     elif kind == "application/x-ndjson":
-        *lines, last = [json.loads(line, parse_constant=_no_constant) for line in body.splitlines()]
+        *lines, last = map(strict_json, body.splitlines())
         assert [line["done"] for line in lines] == [False] * len(lines)
         assert last["done"], last
     elif kind.startswith("text/event-stream"):
@@ -214,14 +214,10 @@ def check_answer(path: str, status: int, headers: dict[str, str], body: bytes, *
         if path in PATHS:
             assert lines.pop() == "data: [DONE]", lines[-1:]
         for line in lines:
-            event = json.loads(line.removeprefix("data: "), parse_constant=_no_constant)
+            event = strict_json(line.removeprefix("data: "))
             assert event.get("type") != "error", event
             if event.get("error"):
                 assert event["error"]["type"] != "server_error", event
-
-
-def _no_constant(name: str) -> Any:
-    raise AssertionError(f"{name} is not JSON")
 
 
 @contextmanager

@@ -1,19 +1,20 @@
-"""A process that loads model files with one engine, so that an abort is its own: a path in, a verdict out.
+"""What a process does that loads model files with one engine, so that an abort is its own.
 
-Every path is answered ``{"went": "well"}`` or with the error's class and text; no answer means that the process died.
+A path's verdict is ``{"went": "well"}``, or the error's class and text; without one the process died.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-from contextlib import suppress
-from multiprocessing.connection import Connection
+import signal
 from pathlib import Path
 from typing import Any
 
 TEXT = "hello 😀 <|im_end|>\n  the of"
 MAX_ADDRESSES = 24 << 30
+
+SILENCE_S = 120  # Without a verdict for so long, the engine hangs: a load of these files takes milliseconds
 
 
 def load_and_decode(backend: str, path: Path) -> None:
@@ -37,19 +38,23 @@ def peak_kb() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def answer_paths(backend: str, line: Connection, log: Path) -> None:
-    """Answer paths until there are none; what engines print goes to a log."""
+def begin(log: Path) -> None:
+    """What engines print goes to a log."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESSES, MAX_ADDRESSES))
-    with suppress(EOFError):
-        while path := line.recv():
-            answer: dict[str, Any] = {"went": "well"}
-            try:
-                load_and_decode(backend, path)
-            except Exception as error:
-                answer = {"error": str(error), "kinds": [kind.__name__ for kind in type(error).__mro__]}
-            line.send(answer | {"peak_kb": peak_kb()})
+
+
+def verdict(backend: str, path: Path) -> dict[str, Any]:
+    """How a file went; a process that hangs ends itself."""
+    signal.alarm(SILENCE_S)
+    answer: dict[str, Any] = {"went": "well"}
+    try:
+        load_and_decode(backend, path)
+    except Exception as error:
+        answer = {"error": str(error), "kinds": [kind.__name__ for kind in type(error).__mro__]}
+    signal.alarm(0)
+    return answer | {"peak_kb": peak_kb()}

@@ -5,21 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from localspec.backends import unavailable_reason
-from tests.fuzz.engine_child import answer_paths
+from tests.fuzz.engine_child import begin, verdict
 from tests.fuzz.gguf_cases import BASES, CASES, SHARES, Builder
 from tests.fuzz.target import Check, Target
 from tests.support import ggufs
-
-SILENCE_S = 120.0  # Without an answer for so long, the engine hangs: a load of these files takes milliseconds
 
 MAX_PEAK_KB = 2 << 20
 
@@ -30,32 +29,19 @@ class Engine:
     """A child that loads files, started again when it died."""
 
     def __init__(self, backend: str, log: Path) -> None:
-        self.backend = backend
-        self._log = log
-        self._child: SpawnProcess | None = None
-
-    def _start(self) -> SpawnProcess:
-        spawning = multiprocessing.get_context("spawn")
-        self._line, its_end = spawning.Pipe()
-        child = spawning.Process(target=answer_paths, args=(self.backend, its_end, self._log), daemon=True)
-        child.start()
-        its_end.close()
-        return child
+        self.backend, self._log = backend, log
+        self._child: ProcessPoolExecutor | None = None
 
     def ask(self, path: Path) -> dict[str, Any]:
-        """The child's verdict on a file; ``AssertionError``: it died, or says nothing."""
-        child = self._child = self._child or self._start()
-        self._line.send(path)
-        if not self._line.poll(SILENCE_S):
-            self.close()
-            raise AssertionError(f"{self.backend} hangs")
+        """The child's verdict on a file; ``AssertionError``: it died."""
+        if self._child is None:
+            spawning = multiprocessing.get_context("spawn")
+            self._child = ProcessPoolExecutor(1, spawning, initializer=begin, initargs=(self._log,))
         try:
-            answer: dict[str, Any] = self._line.recv()
-        except (EOFError, ConnectionResetError):
-            child.join()
-            self._child = None
-            raise AssertionError(f"{self.backend} ended its process ({child.exitcode}): {self._last_words()}") from None
-        return answer
+            return self._child.submit(verdict, self.backend, path).result()
+        except BrokenProcessPool:
+            self.close()
+            raise AssertionError(f"{self.backend} ended its process: {self._last_words()}") from None
 
     def _last_words(self) -> str:
         """Why it aborted, of what it printed; a debugger's stack may follow."""
@@ -66,8 +52,7 @@ class Engine:
     def close(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.kill()
-            child.join()
+            child.shutdown()
 
 
 @contextmanager

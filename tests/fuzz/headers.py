@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from localspec.model_files.kv_memory import kv_shape
 from localspec.model_files.vocab import Vocab
 from localspec.prompts.templates import ChatTemplate
 from tests.fuzz.gguf_cases import CASES, Builder
-from tests.fuzz.target import Check, Target, one_line, peak_bytes, timed
+from tests.fuzz.target import Check, Target, one_line, peak_bytes, strict_json, timed
 
 MAX_BYTES = 256 << 20
 """Memory that reading a file of 260 KB may take: far above the weights in float64, far below what headers can claim."""
@@ -45,14 +44,10 @@ def inspect_it(path: Path) -> None:
         with contextlib.redirect_stdout(said):
             assert inspect_command(str(path), as_json) == 0
         if as_json:
-            json.loads(said.getvalue(), parse_constant=_no_constant)
+            strict_json(said.getvalue())
         else:
             assert "\x1b" not in said.getvalue()
         said.getvalue().encode()
-
-
-def _no_constant(name: str) -> Any:
-    raise AssertionError(f"{name} is not JSON")
 
 
 def compute(path: Path) -> None:

@@ -63,6 +63,15 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def strict_json(text: str | bytes) -> Any:
+    """What a text says that is JSON; Python reads NaN and Infinity, too."""
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def table(module: str, name: str) -> list[Any]:
     """A list of names or values, from ``tables.json``."""
     found: list[Any] = json.loads(Path(__file__).with_name("tables.json").read_bytes())[module][name]

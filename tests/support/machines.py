@@ -48,12 +48,19 @@ class Machine:
 
 
 class TimedContext:
-    """A memory whose passes move a machine's clock, and compute nothing."""
+    """A memory whose passes move a machine's clock, as those of an engine that is so much ``slower``; they compute
+    nothing."""
 
     n_ctx = 256
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine, self.n_past = machine, 0
+    def __init__(self, machine: Machine, slower: float = 1.0) -> None:
+        self._machine, self._slower, self.n_past = machine, slower, 0
+
+    def __enter__(self) -> TimedContext:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
 
     def truncate(self, n: int) -> None:
         assert 0 <= n <= self.n_past
@@ -62,4 +69,5 @@ class TimedContext:
     def decode(self, tokens: Sequence[int], logits: str = "all") -> None:
         self.n_past += len(tokens)
         assert self.n_past <= self.n_ctx
+        self._machine.slower = self._slower
         self._machine.passes(len(tokens))

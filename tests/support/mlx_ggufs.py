@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,8 @@ def values(kind: str, rows: Array) -> Array:
     return np.asarray(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]))
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model; rows of 256 values and more, as the K-quants need them."""
-
-    n_layer: int = 4
-    n_embd: int = 256
-    n_head: int = 4
-    n_head_kv: int = 2
-    n_ff: int = 512
+Sizes = partial(ggufs.Shape, n_layer=4, n_embd=256, n_ff=512)
+"""The sizes of a model; rows of 256 values and more, as the K-quants need them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class TinyFile:
     types: Mapping[str, str] = field(default_factory=dict)
     omit: tuple[str, ...] = ()  # tensors that are left out
     extra: Mapping[str, Array] = field(default_factory=dict)  # tensors that are added
-    sizes: Sizes | None = None  # see ``Sizes``
+    sizes: ggufs.Shape | None = None  # see ``Sizes``
 
     def write(self, path: Path, *, vocab: TinyVocab | None = None, seed: int = 0) -> Path:
         vocab = vocab or bpe_vocab()
@@ -134,7 +128,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def _weights(
-    architecture: str, sizes: Sizes, settings: Mapping[str, Any], n_vocab: int, rng: np.random.Generator
+    architecture: str, sizes: ggufs.Shape, settings: Mapping[str, Any], n_vocab: int, rng: np.random.Generator
 ) -> dict[str, Array]:
     n, n_ff = sizes.n_embd, sizes.n_ff
     d_head = settings.get("attention.key_length", n // sizes.n_head)
@@ -190,7 +184,7 @@ def _weights(
 
 
 def _as_lfm2(
-    layer: dict[str, Array], i: int, sizes: Sizes, settings: Mapping[str, Any], rng: np.random.Generator
+    layer: dict[str, Array], i: int, sizes: ggufs.Shape, settings: Mapping[str, Any], rng: np.random.Generator
 ) -> None:
     """Make a layer one of LFM2: of short convolutions, where the settings count no key heads."""
     n, d_head, matrix = sizes.n_embd, sizes.n_embd // sizes.n_head, ggufs.matrices(rng)

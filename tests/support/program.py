@@ -6,7 +6,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -17,28 +16,17 @@ PROGRAM = [sys.executable, "-m", "localspec"]
 
 
 class Stream(io.TextIOWrapper):
-    """A standard stream in memory; ``heard`` is told what is written."""
+    """A standard stream in memory."""
 
-    def __init__(self, data: bytes = b"", encoding: str = "utf-8", heard: Callable[[str], object] = len) -> None:
+    def __init__(self, data: bytes = b"", encoding: str = "utf-8") -> None:
         super().__init__(io.BytesIO(data), encoding, write_through=True)
-        self.heard = heard
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        self.heard(text)
-        return written
 
 
 def localspec(
-    *arguments: str | Path, stdin: bytes = b"", encoding: str = "utf-8", heard: Callable[[str], object] = len
+    *arguments: str | Path, stdin: bytes = b"", encoding: str = "utf-8"
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command with its own standard streams: what it printed, and its exit status.
-
-    Args:
-        encoding: of the streams.
-        heard: is told what is written to standard error.
-    """
-    out, errors = Stream(encoding=encoding), Stream(encoding=encoding, heard=heard)
+    """Run a command with its own standard streams, of this encoding: what it printed, and its exit status."""
+    out, errors = Stream(encoding=encoding), Stream(encoding=encoding)
     with patch.object(sys, "stdin", Stream(stdin, encoding)), redirect_stdout(out), redirect_stderr(errors):
         status = run([*map(str, arguments)])
     printed = [stream.detach().getvalue() for stream in (out, errors)]  # type: ignore[attr-defined]
