@@ -37,9 +37,11 @@ from localspec.spec_decode.drafters.base import Plan, Proposer, proposed
 from localspec.spec_decode.rounds import Draft, DraftToken, Verdict
 from tests.conftest import TinyFiles, open_backend
 from tests.support.endless import write_endless
+from tests.support.ggufs import write_glm
 from tests.support.heads import write_random_head
 from tests.support.interrupting import interrupted
 from tests.support.program import localspec
+from tests.support.published_heads import write_dflash, write_eagle3
 from tests.support.thinkers import thinking_pair
 
 pytestmark = pytest.mark.usefixtures("measured_home")
@@ -61,15 +63,28 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localspec.sampling.sampling.secrets.randbits", random.Random(5).getrandbits)
 
 
+PUBLISHED: dict[str, Callable[[Path, Path], tuple[Path, str | Path]]] = {
+    "mtp": lambda target, folder: (write_glm(folder / "mtp.gguf"), "mtp"),
+    "eagle3": lambda target, folder: (target, write_eagle3(target, folder / "eagle3.gguf")),
+    "dflash": lambda target, folder: (target, write_dflash(target, folder / "dflash.gguf")),
+}
+"""Heads that models are published with: target and drafter."""
+
+
 @contextmanager
 def opened(tiny: TinyFiles, backend: str, kind: str = "pair") -> Iterator[LLM]:
     """Tiny models on an engine: a pair (the reference gets one that takes a tenth of a millisecond a token), a target
     with a head and an early exit, or one whose memory cannot simply be cut."""
     open_backend(backend)
     pair, draft = (tiny.quick if backend == "reference" else tiny.pair), ["ngram"]
-    target = pair.target if kind in ("pair", "heads") else getattr(tiny, kind)
+    target = pair.target if kind in ("pair", "heads", *PUBLISHED) else getattr(tiny, kind)
     if kind == "pair":
         draft.append(str(pair.draft))
+    elif kind in PUBLISHED:
+        folder = tiny.folder / "audited"  # not beside the target, where ``auto`` would find them
+        folder.mkdir(exist_ok=True)
+        target, head = PUBLISHED[kind](target, folder)
+        draft.append(str(head))
     elif kind == "heads":
         head = write_random_head(target, tiny.folder / f"audited-{target.stem}-head.gguf", taps=("layer:0",))
         draft += [f"head:{head}", "early-exit:1"]
@@ -162,15 +177,30 @@ def test_heads_are_audited_too(tiny: TinyFiles, backend: str, monkeypatch: pytes
     assert min(drafted["head ×8"], drafted["hot early-exit ×3"]) > 0
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "sliding"])
-def test_memories_that_cannot_simply_be_cut_are_sound(tiny: TinyFiles, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["recurrent", "sliding", *PUBLISHED])
+def test_memories_that_cannot_simply_be_cut_and_published_heads_are_sound(tiny: TinyFiles, kind: str) -> None:
     report = audited(tiny, "llama-cpp", kind, NO_LAW)
     assert found(report) == set(), report.verdict
+    drafted = sum(arm.drafted for arm in report.arms if arm.arm.startswith(("mtp", "head")))
+    assert (drafted > 0) == (kind in PUBLISHED)
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 TRUNCATE, DECODE = Context.truncate, Context.decode
+
+
+def rows_of_early_exits_stay(patch: pytest.MonkeyPatch) -> None:
+    """Draft tokens that went through some layers only are left in the target's memory, and nobody looks."""
+    propose = decoder.SpeculativeDecoder.propose
+
+    def staying(self: decoder.SpeculativeDecoder) -> decoder.TargetPass:
+        with patch.context() as inner:
+            inner.setattr(self.target, "truncate", lambda n: None)
+            return propose(self)
+
+    patch.setattr(decoder.SpeculativeDecoder, "propose", staying)
+    patch.setattr(Context, "_partial", property(lambda self: None, lambda self, given: None), raising=False)
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -241,6 +271,7 @@ checkpoint_not_restored = never(rollback, "restore")
     [
         ("reference", "pair", off_by_one, {"memory"}),
         ("reference", "pair", branch_kept_wrongly, {"row", "memory"}),
+        ("reference", "heads", rows_of_early_exits_stay, {"memory", "row", "engine"}),
         ("llama-cpp", "pair", stale_row, {"row"}),
         ("llama-cpp", "pair", rows_left_in_the_engine, {"engine"}),
         ("llama-cpp", "pair", a_trace, {"memory"}),
@@ -255,7 +286,7 @@ def test_a_defect_of_the_memory_is_found(
     """As one of these kinds at least."""
     with opened(tiny, backend, models) as llm, monkeypatch.context() as patch:
         defect(patch)
-        report = audit(llm, NO_LAW)
+        report = audit(llm, replace(NO_LAW, n_prompts=3 if models == "heads" else 1))
     assert found(report) & kinds
 
 
@@ -423,6 +454,12 @@ def drawn_and_sent(n: int, seed: int, keeps: Callable[[float, float], bool]) -> 
         draft = [DraftToken(token, "audit", 0.5, law)] if keeps(law.prob(token), rng.random()) else []
         samples.observe([(token, law)], draft)
     return samples
+
+
+@pytest.mark.parametrize("least", [0.05, 0.3])
+def test_samples_left_out_for_their_probability_are_found(least: float) -> None:
+    """With 150 draws, of whatever seed among five."""
+    assert all(drawn_and_sent(150, seed, lambda prob, chance: prob >= least).rejected for seed in range(5))
 
 
 def test_budgets_for_thinking_are_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
