@@ -1,7 +1,7 @@
 """A server that lends this machine's devices to llama.cpp: ``python -m localspec.backends.rpc_server``.
 
 The same as llama.cpp's own ``rpc-server``, from the libraries that are installed here. It serves one client at a time,
-and has no protection of any kind: everyone who reaches its port can read and write the memory of this process.
+and has no protection of any kind: anyone who reaches its port can read and write the memory of this process.
 """
 
 from __future__ import annotations

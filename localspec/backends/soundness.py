@@ -144,7 +144,7 @@ def _damages(gguf: GGUFFile, vocab: Vocab) -> Iterator[str]:
     total, used = (gguf.field(f"expert_{which}", 0) for which in ("count", "used_count"))
     are_counts = isinstance(total, int) and isinstance(used, int)
     if are_counts and (total > _MAX_EXPERTS or used > total or (total and not used)):
-        yield f"it says {total} experts and uses {used}"
+        yield f"it says that {used} of {total} experts are used"
     if not vocab.n_tokens:  # a head
         return
     tokens = gguf.metadata["tokenizer.ggml.tokens"]

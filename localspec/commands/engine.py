@@ -97,7 +97,7 @@ def list_command(as_json: bool) -> int:
         print("\nwhat was compiled is damaged or for another CPU; localspec engine build --force compiles it again")
     if native_build.unfinished():
         print("\na build was interrupted; localspec engine build goes on from there")
-    elif is_used and ik_llama.compiled_earlier():
+    elif ik_llama.compiled_earlier():
         print(f"\n{ik_llama.EARLIER}: {NATIVE_COMMAND}")
     elif record is None and (gain := native_gain(features, cpu_features())) is not None:
         print(f"\ncompiled here it makes more of this CPU's {gain[0]} ({gain[1]}): localspec engine build")

@@ -133,7 +133,7 @@ def compiled_offer(model: Model, times: PassTimes) -> str | None:
     """``compiled_gain`` as a line for people; or that what was compiled is of an earlier version."""
     if model.backend == "ik-llama" and model.capabilities.device == "cpu":
         engine = engine_module(model.backend)
-        if engine.compiled_library() is not None and engine.compiled_earlier():
+        if engine.compiled_earlier():
             return str(engine.EARLIER)
     found = compiled_gain(model, times)
     if found is None:

@@ -2,8 +2,8 @@
 //
 // For one token ik-llama divides the cells of the memory among threads where their number does not divide that of the KV
 // heads, and adds up what each found: other sums than for several tokens, whose rows see all cells in one go. Here one
-// token's rows do too, so that its logits do not depend on how many are verified beside it, with any number of threads
-// up to that of the heads. Threads may read the cells of a KV head twice, once for each part of its query heads. The
+// token's rows do too, so that its logits do not depend on how many tokens share the pass, with any number of threads up
+// to that of the query heads. Several threads may then read the cells of one KV head, each for its own query heads. The
 // latent attention of DeepSeek's models (keys of 576) stays as it is.
 
 if (neq1 == 1 && neq3 == 1 && rk2 > 1 && rk2 == rv2 && nth <= neq2 && Dk < 576) {
@@ -21,4 +21,3 @@ if (neq1 == 1 && neq3 == 1 && rk2 > 1 && rk2 == rv2 && nth <= neq2 && Dk < 576) 
     }
     return true;
 }
-

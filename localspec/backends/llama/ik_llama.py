@@ -177,9 +177,8 @@ EARLIER = "the engine compiled for this CPU has an earlier version's kernels; co
 
 
 def compiled_earlier() -> bool:
-    """Whether there is a library that was compiled with other kernels than ``engine build`` compiles in now."""
-    record = compiled_record()
-    return record is not None and record.get("kernels") != compiled_kernels()
+    """Whether the compiled library in use has other kernels than ``engine build`` compiles in now."""
+    return compiled_library() is not None and (compiled_record() or {}).get("kernels") != compiled_kernels()
 
 
 def compiled_library() -> Path | None:

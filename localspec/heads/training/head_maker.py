@@ -168,7 +168,8 @@ class HeadMaker:
         n = min(most, min(_BATCH_ROOM, (free - training) // 2) // each)
         if n < 1:
             raise UsageError(
-                f"training needs about {size_text(training)} of memory more than the model, {size_text(free)} are free"
+                f"training needs about {size_text(training)} of memory in addition to the model, and "
+                f"{size_text(free)} are free"
             )
         disk = shutil.disk_usage(self._folder.path).free
         self._most_bytes = int(min(MOST_DISK_BYTES, _SHARE_OF_FREE_DISK * disk + self._shards.n_bytes))
