@@ -170,8 +170,14 @@ DEAR = {1: 100.0, 2: 127.0, 4: 170.0, 8: 260.0, WIDE: 1200.0}
 @pytest.fixture
 def avx512(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A wheel of ik-llama on a CPU with AVX512-VNNI; on two machines compiling halved all passes, or left a tenth."""
-    binding = SimpleNamespace(version="1", lib=SimpleNamespace(llama_print_system_info=lambda: AVX2), compiled=None)
-    engine = SimpleNamespace(binding=lambda: binding, compiled_library=lambda: binding.compiled)
+    lib = SimpleNamespace(llama_print_system_info=lambda: AVX2)
+    binding = SimpleNamespace(version="1", lib=lib, compiled=None, is_earlier=False)
+    engine = SimpleNamespace(
+        binding=lambda: binding,
+        compiled_library=lambda: binding.compiled,
+        compiled_earlier=lambda: binding.is_earlier,
+        EARLIER="compiled by an earlier version",
+    )
     monkeypatch.setattr(loading_module, "engine_module", lambda name: engine)
     monkeypatch.setattr(loading_module, "cpu_features", lambda: ["AVX2", "AVX-512", "AVX512-VNNI"])
     monkeypatch.setattr(loading_module, "NATIVE_TIMES", {"AVX512-VNNI": ({1: 0.5, 8: 0.5}, {1: 0.1, 256: 0.1})})
@@ -201,8 +207,7 @@ def test_what_a_compiled_engine_gains_is_estimated_from_measured_passes(
     assert compiled_gain(model, PassTimes(DEAR)) is None
 
 
-@pytest.mark.usefixtures("avx512")
-def test_a_compiled_engine_is_offered_once_for_each_build(tiny: TinyFiles) -> None:
+def test_a_compiled_engine_is_offered_once_for_each_build(avx512: SimpleNamespace, tiny: TinyFiles) -> None:
     model: Any = Engine("ik-llama", tiny.bpe, Machine(lambda n, width: 1.0), 1.0)
     assert compiled_offer_once(model, PassTimes(DEAR, noisy=True)) is None
     line = compiled_offer_once(model, PassTimes(DEAR))
@@ -211,3 +216,6 @@ def test_a_compiled_engine_is_offered_once_for_each_build(tiny: TinyFiles) -> No
     assert compiled_offer_once(model, PassTimes(DEAR)) is None
     model.engine = "ik-llama 2"
     assert compiled_offer_once(model, PassTimes(DEAR)) == line
+    model.engine, avx512.compiled, avx512.is_earlier = "ik-llama 3", Path("libllama.so"), True
+    told = compiled_offer_once(model, PassTimes(DEAR, noisy=True))
+    assert told == "compiled by an earlier version: localspec engine build"
