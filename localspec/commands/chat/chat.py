@@ -103,8 +103,7 @@ class KeptChat:
 
     path: Path
     when: str  # it was last changed, local time
-    question: str  # the first
-    n_turns: int
+    questions: list[str]  # each in a line
     model: str
     file: Path  # that the model was loaded from
 
@@ -132,8 +131,8 @@ def kept_chat(path: Path) -> KeptChat | None:
         text = saved.read(path, memory=False)[0]
         questions = [message["content"] for message in text["messages"] if message["role"] == "user"]
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-        first, file = shown_question(str(questions[0])), Path(text["notes"].get("file", ""))  # or a list of parts
-        return KeptChat(path, when, first, len(questions), text["model"], file)
+        lines = [shown_question(str(each)) for each in questions]  # or a list of parts
+        return KeptChat(path, when, lines, text["model"], Path(text["notes"].get("file", ""))) if lines else None
     except (SessionFileError, OSError, LookupError, TypeError, AttributeError):
         return None
 

@@ -129,11 +129,13 @@ def _tool() -> list[str] | None:
 def save_to(chat: Chat, argument: str) -> None:
     path = _path(argument, "save")
     before = kept_chat(path)
-    ours = next((message["content"] for message in chat.session.messages if message["role"] == "user"), "")
-    if before is not None and before.question != shown_question(ours):
-        raise UsageError(f"{path} holds another conversation ({clip(before.question, 40)}): choose another name")
+    ours = [shown_question(message["content"]) for message in chat.session.messages if message["role"] == "user"]
+    if before is not None:
+        for theirs, own in zip(before.questions, ours or [""], strict=False):
+            if theirs != own:
+                raise UsageError(f"{path} holds another conversation ({clip(theirs, 40)}): choose another name")
     chat.save(path)
-    turns = "" if before is None else f", in place of what was saved there before ({_turns(before.n_turns)})"
+    turns = "" if before is None else f", in place of what was saved there before ({_turns(len(before.questions))})"
     chat.screen.note(f"saved to {path}{turns}")
 
 
@@ -183,9 +185,9 @@ def sessions(chat: Chat, argument: str) -> None:
     columns = chat.screen.columns
     for i, each in enumerate(kept, 1):
         head = f"{'*' if each.path == chat.keep_in else ' '}{i:>3}  "
-        facts = f"{each.when}  {_turns(each.n_turns):>9}  "
+        facts = f"{each.when}  {_turns(len(each.questions)):>9}  "
         shown = head + facts if columns >= 2 * len(head + facts) else head
-        chat.screen.line(clip(shown + each.question, columns - 1))
+        chat.screen.line(clip(shown + each.questions[0], columns - 1))
 
 
 def attach(chat: Chat, argument: str) -> None:

@@ -142,6 +142,11 @@ def test_a_file_is_not_silently_written_over(tmp_path: Path) -> None:
     it.do("/new")
     it.chat.ask("about hills")
     assert "holds another conversation (about rivers)" in it.fail(f"/save {path}")
+    it.do("/new")
+    assert "holds another conversation (about rivers)" in it.fail(f"/save {path}")
+    it.chat.ask("about rivers")
+    it.chat.ask("and seas")
+    assert "holds another conversation (and lakes)" in it.fail(f"/save {path}")
     assert "not a saved session" in it.fail(f"/save {foreign}")
     assert (path.read_bytes(), foreign.read_text()) == (before, "print()")
     parts: Any = [{"type": "text", "text": "about seas"}]  # as a program may have asked

@@ -198,7 +198,7 @@ def test_only_the_latest_conversations_are_kept(isolated_home: Path, monkeypatch
         it.chat.keep_at(path)
         it.chat.say("again")  # the present one takes no other's place twice
         os.utime(path, (i, i))
-    assert [chat.question for chat in chat_module.kept_chats()] == ["question 4", "question 3", "question 2"]
+    assert [chat.questions[0] for chat in chat_module.kept_chats()] == ["question 4", "question 3", "question 2"]
     monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError))
     assert len(saved_turns(kept_chat(isolated_home, "new", "another").chat.keep_in)) == 1
 
