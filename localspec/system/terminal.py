@@ -131,7 +131,9 @@ class Progress:
         if not self.live:
             if what not in self._said and fraction is None:
                 self._said.add(what)
-                print(on_one_line(what), file=self._file, flush=True)
+                # With its end of line in one: Ctrl-C may come between two writes, and what it says would follow here.
+                self._file.write(f"{on_one_line(what)}\n")
+                self._file.flush()
             return
         if now < self._next and fraction not in (None, 1.0):
             return
