@@ -46,7 +46,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_its_drafter_and_its_engine_are_used(site: Path, tiny: TinyFiles) -> None:
     asked = ["generate", str(tiny.quick.target), "-p", "la la la", "--max-tokens", "12", "--format", "json"]
-    commands = [[*asked, "--backend", "next", "--draft", "next", "--draft-length", "3"]]
+    asked += ["--draft-length", "3"]
+    commands = [[*asked, "--backend", "next", "--draft", "next"]]
     commands += [[*asked, "--backend", "reference", "--draft", draft] for draft in ("none", "next")]
     statuses, out, err = localspec(site, *commands)
     assert statuses == [0, 0, 0], err
