@@ -235,6 +235,7 @@ def test_generate_answers_by_a_schema_and_by_a_grammar(tiny: TinyFiles, tmp_path
     (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8")
     (tmp_path / "answer.gbnf").write_text('root ::= "yes" | "no" # é', encoding="utf-8")
     common = ["generate", tiny.quick.target, "--draft", "ngram", "--backend", "reference", "--raw", "-p", "a"]
+    common += ["--draft-length", "4"]
     done = localspec(*common, "--json-schema", tmp_path / "person.json", "--format", "events")
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
