@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,13 @@ class Known(PassTimes):
 
     def observe(self, width: int, ms: float) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def whatever_passes_take_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer waits for others because a wide pass is slow, and nothing is learned of what a row pays for cells."""
+    monkeypatch.setattr(batching_module, "TURNS_GAIN", math.inf)
+    monkeypatch.setattr(batching_module.SharedPasses, "observe", lambda *observed: None)
 
 
 def asked(i: int) -> tuple[str, SamplingParams, dict[str, Any]]:

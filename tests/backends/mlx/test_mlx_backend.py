@@ -15,6 +15,7 @@ import pytest
 
 from localspec import LLM, SamplingParams, backends
 from localspec.backends.base import Piece
+from localspec.controllers import batching as batching_module
 from localspec.controllers.batching import SharedPasses
 from localspec.errors import Closed, EngineError, EngineUnavailable, UsageError
 from tests.backends.mlx.test_mlx_network import FILES
@@ -303,6 +304,7 @@ def test_target_and_draft_on_different_engines(tiny: TinyFiles, target: str, dra
 def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is taken to pass over the cells of its own answer, not over those of all."""
     loaded_with("gpu", monkeypatch)
+    monkeypatch.setattr(batching_module, "TURNS_GAIN", float("inf"))  # whatever passes take here
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     n_held, n_cells = list[int](), list[int]()
     observe = SharedPasses.observe
