@@ -186,8 +186,8 @@ class Environment:
     def _pip(self, *arguments: str) -> bool:
         """Install, and show what pip is at: one line that rewrites itself on a terminal."""
         command = [self.program("python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        # Compiled by pip, all of 14,000 modules would be, which takes longer than all the rest; as it is, a module is
-        # compiled when it is first imported.
+        # pip would compile all modules (14,000 for the tests), which takes as long as the rest of the installation.
+        # Python compiles a module when it is first imported.
         command += ["--prefer-binary", "--no-compile", "--progress-bar", "off", *arguments]
         live = sys.stderr.isatty()
         with self.log.open("ab") as log:
@@ -233,7 +233,7 @@ def main() -> None:
         print(__doc__, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
         raise SystemExit(0 if verb in ("-h", "--help") else 2)
     os.environ["PIP_USER"] = "0"  # a setting of the person's own pip that cannot work inside a virtual environment
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of hundreds of processes would compile all that it imports
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process compiles all that it imports
     os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 2))
     here = os.getcwd()
     os.chdir(ROOT)

@@ -383,10 +383,10 @@ def test_a_reply_prints_as_its_text(llm: LLM) -> None:
 
 def test_the_types_of_statistics_are_as_declared(llm: LLM) -> None:
     declared = {name: kind for name, kind in get_type_hints(SpecStats).items() if kind in (int, float)}
-    for draft_length in (3, 0):
-        stats = llm.generate("la la la", max_tokens=24, draft_length=draft_length).stats
+    for speculate in (True, False):
+        stats = llm.generate("la la la", max_tokens=24, speculate=speculate, draft_length=3).stats
         assert {name: type(stats[name]) for name in declared} == declared
-        assert (stats["acceptance_rate"] is None) == (stats["num_draft_tokens"] == 0) == (draft_length == 0)
+        assert (stats["acceptance_rate"] is None) == (stats["num_draft_tokens"] == 0) == (not speculate)
 
 
 def test_work_on_the_model_s_thread_that_waits_for_an_answer_is_refused(llm: LLM) -> None:

@@ -131,7 +131,7 @@ class Progress:
         if not self.live:
             if what not in self._said and fraction is None:
                 self._said.add(what)
-                # With its end of line in one: Ctrl-C may come between two writes, and what it says would follow here.
+                # In one write: after a Ctrl-C between two, "interrupted" would stand on this line.
                 self._file.write(f"{on_one_line(what)}\n")
                 self._file.flush()
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.conftest import TinyFiles
 from tests.support.contexts import watch_passes
 from tests.support.enumeration import law_of_two
 from tests.support.heads import write_random_head
-from tests.support.memory import passes_of, shared_memories
+from tests.support.memory import passes_of, share_every_pass, shared_memories
 from tests.support.waiting import Brake
 
 N_CTX = 192
@@ -39,8 +38,8 @@ class Known(PassTimes):
 
 @pytest.fixture(autouse=True)
 def whatever_passes_take_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No answer waits for others because a wide pass is slow, and nothing is learned of what a row pays for cells."""
-    monkeypatch.setattr(batching_module, "TURNS_GAIN", math.inf)
+    """Every pass is shared, and nothing is learned of what a row pays for cells."""
+    share_every_pass(monkeypatch)
     monkeypatch.setattr(batching_module.SharedPasses, "observe", lambda *observed: None)
 
 

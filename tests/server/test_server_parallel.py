@@ -17,7 +17,7 @@ import pytest
 from localspec import LLM
 from localspec.server.app import ServerProtocol
 from tests.conftest import TinyFiles, open_backend
-from tests.support.memory import check_only_conversations_are_held, passes_of
+from tests.support.memory import check_only_conversations_are_held, passes_of, share_every_pass
 from tests.support.serving import Server, post, read_all, said_by, serve
 from tests.support.waiting import PATIENCE, Brake, wait_until
 
@@ -176,6 +176,7 @@ def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
     server: Server, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are counted where they are decoded, and compared with what the answers say of themselves."""
+    share_every_pass(monkeypatch)
     passes = passes_of(llm.inspect().state.batch, monkeypatch)
     before = stats_of(server)["parallel"]["passes"]
     with Brake(llm, after=0) as brake:
@@ -189,6 +190,8 @@ def test_the_figures_say_what_the_rows_of_shared_passes_were_for(
     assert rows["drafts"] == sum(each["num_draft_tokens"] for each in stats) > 0
     assert rows["answers"] == sum(each["num_rounds"] for each in stats)
     assert sum(rows.values()) == sum(len(piece.tokens) for pieces in passes for piece in pieces)
+    assert max(map(len, passes)) == N
+    assert after["mean_answers"] > 1
     n_pieces = before["mean_answers"] * before["passes"] + sum(map(len, passes))
     assert after["mean_answers"] == pytest.approx(n_pieces / after["passes"], abs=0.002)  # both are rounded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import statistics
 import tracemalloc
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from localspec.backends.base import Forward, Piece, SequenceBatch
+from localspec.controllers import batching
 from localspec.engine.pair import Pair
 from localspec.system.machine import trim_heap
 
@@ -57,6 +59,11 @@ def check_only_conversations_are_held(pair: Pair) -> None:
         for context in contexts:
             context.truncate(0)
         assert memory.free_cells == memory.n_cells
+
+
+def share_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no answer wait for others because wide passes are slow on this machine."""
+    monkeypatch.setattr(batching, "TURNS_GAIN", math.inf)
 
 
 def passes_of(memory: SequenceBatch, monkeypatch: pytest.MonkeyPatch) -> list[list[Piece]]:

@@ -129,13 +129,13 @@ def _tool() -> list[str] | None:
 def save_to(chat: Chat, argument: str) -> None:
     path = _path(argument, "save")
     before = kept_chat(path)
+    there = [] if before is None else before.questions
     ours = [shown_question(message["content"]) for message in chat.session.messages if message["role"] == "user"]
-    if before is not None:
-        for theirs, own in zip(before.questions, ours or [""], strict=False):
-            if theirs != own:
-                raise UsageError(f"{path} holds another conversation ({clip(theirs, 40)}): choose another name")
+    for saved, own in zip(there, ours or [""], strict=False):
+        if saved != own:
+            raise UsageError(f"{path} holds another conversation ({clip(saved, 40)}): choose another name")
     chat.save(path)
-    turns = "" if before is None else f", in place of what was saved there before ({_turns(len(before.questions))})"
+    turns = f", in place of what was saved there before ({_turns(len(there))})" if there else ""
     chat.screen.note(f"saved to {path}{turns}")
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from localspec import LLM, SamplingParams, backends
 from localspec.backends.base import Piece
-from localspec.controllers import batching as batching_module
 from localspec.controllers.batching import SharedPasses
 from localspec.errors import Closed, EngineError, EngineUnavailable, UsageError
 from tests.backends.mlx.test_mlx_network import FILES
@@ -23,7 +22,7 @@ from tests.backends.test_backends_memory import divergence
 from tests.conftest import TinyFiles, open_backend
 from tests.engine.test_parallel_choice import loaded_with
 from tests.support.contexts import check_next, every_state, some_tokens, try_any_order
-from tests.support.memory import passes_of
+from tests.support.memory import passes_of, share_every_pass
 from tests.support.mlx_ggufs import TinyFile
 from tests.support.program import apart
 from tests.support.replaying import margins, rows_at_width
@@ -304,7 +303,7 @@ def test_target_and_draft_on_different_engines(tiny: TinyFiles, target: str, dra
 def test_answers_share_passes(tiny: TinyFiles, measured_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row is taken to pass over the cells of its own answer, not over those of all."""
     loaded_with("gpu", monkeypatch)
-    monkeypatch.setattr(batching_module, "TURNS_GAIN", float("inf"))  # whatever passes take here
+    share_every_pass(monkeypatch)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     n_held, n_cells = list[int](), list[int]()
     observe = SharedPasses.observe
